@@ -1,0 +1,48 @@
+# make quickstart   train a small model by policy gradients and watch it learn   (ARGS="--algorithm rloo" passes options)
+# make test         run the test suite                                           (ARGS="-k sampler" passes options)
+# make lint         ruff
+# Each makes its virtual environment first, with nothing but python3 (3.11 or newer), venv and pip.
+
+PYTHON ?= python3
+VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: quickstart test lint constraints clean
+.DELETE_ON_ERROR:
+
+quickstart: $(VENV)/.installed-core
+	$(BIN)/python experiments/quickstart.py --resume $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.installed-core: $(INPUTS) | $(BIN)/python
+	@echo "Installing jaxpg into $(VENV) (once, about a minute)"
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-core
+	@echo "Installing the test tools into $(VENV) (once)"
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"PYTHON=$(PYTHON) is Python {v[0]}.{v[1]}: jaxpg needs 3.11 or newer, try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# Needs uv. Remakes the pins for every Python and platform at once; jax 0.12 needs Python 3.12.
+constraints:
+	@echo "jax>=0.12 ; python_full_version >= '3.12'" > .constraints-floor.txt
+	uv pip compile --universal --no-emit-index-url --no-annotate --no-header --python-version 3.11 --all-extras \
+	    -c .constraints-floor.txt pyproject.toml -o .constraints-new.txt --quiet
+	@{ echo "# Pins for Python 3.11 and 3.12+. Remade by: make constraints"; cat .constraints-new.txt; } > constraints.txt
+	@rm .constraints-floor.txt .constraints-new.txt
+
+clean:
+	rm -rf .venv .venv-* runs

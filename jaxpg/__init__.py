@@ -1,0 +1,1 @@
+"""Policy-gradient post-training of language models as pure JAX functions."""

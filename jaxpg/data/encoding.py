@@ -1,0 +1,80 @@
+"""Between text and the padded, masked arrays of the library."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxpg.types import Batch, Rollout
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenizes prompts into left-padded rows.
+
+    Args:
+      tokenizer: without adding special tokens of its own: what a prompt needs stands in its text.
+      texts: P prompts.
+      length: S, the budget in tokens.
+
+    Returns:
+      tokens [P, S] int32 and mask [P, S] bool.
+
+    Raises:
+      ValueError: if a prompt is empty, does not fit, or has a character the tokenizer does not know.
+    """
+    ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    tokens = np.zeros((len(ids), length), np.int32)
+    mask = np.zeros((len(ids), length), bool)
+    for row, (text, prompt) in enumerate(zip(texts, ids, strict=True)):
+        _check(tokenizer, text, prompt, length, "prompt", "prompt_length")
+        tokens[row, length - len(prompt) :] = prompt
+        mask[row, length - len(prompt) :] = True
+    return tokens, mask
+
+
+def encode_demonstrations(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str], *, length: int
+) -> Batch:
+    """Tokenizes prompts with their completions, a stop token after each, right-padded; the completions are actions.
+
+    Args:
+      tokenizer: its `eos_token_id` ends a completion.
+      prompts: B texts.
+      completions: B texts.
+      length: T, the room for both and the stop token.
+
+    Returns:
+      A Batch of [B, T] tokens and masks.
+
+    Raises:
+      ValueError: as `encode_prompts`.
+    """
+    prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    completion_ids = tokenizer(list(completions), add_special_tokens=False)["input_ids"]
+    shape = (len(prompt_ids), length)
+    tokens, token_mask, action_mask = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        ids = [*prompt, *completion, tokenizer.eos_token_id]
+        _check(tokenizer, prompts[row] + completions[row], ids, length, "demonstration", "length")
+        tokens[row, : len(ids)] = ids
+        token_mask[row, : len(ids)] = True
+        action_mask[row, len(prompt) : len(ids)] = True
+    return Batch(tokens=tokens, token_mask=token_mask, action_mask=action_mask)
+
+
+def decode_completions(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
+    """Turns each row's actions into text, without special tokens."""
+    tokens, actions = np.asarray(rollout.tokens), np.asarray(rollout.action_mask)
+    kept = [row[drawn].tolist() for row, drawn in zip(tokens, actions, strict=True)]
+    return tokenizer.batch_decode(kept, skip_special_tokens=True)
+
+
+def _check(tokenizer, text: str, ids: list[int], length: int, what: str, argument: str):
+    if not ids:
+        raise ValueError(f"{what} {text!r} has no tokens: give the model something to continue")
+    if len(ids) > length:
+        raise ValueError(f"{what} {text!r} has {len(ids)} tokens, {argument}={length}: raise it or shorten the text")
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        raise ValueError(f"{what} {text!r} has a character that the tokenizer does not know: extend its alphabet")

@@ -1,0 +1,56 @@
+"""How good a policy is: accuracy of completions, and pass@k."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Problem = object  # a task's own type; only its scorer looks inside
+
+
+def complete(
+    generate: Callable[[Sequence[Problem]], list[str]], problems: Sequence[Problem], *, batch: int
+) -> list[str]:
+    """Completes problems batch by batch, the last batch filled up so that no new shape is compiled.
+
+    Args:
+      generate: maps exactly `batch` problems to as many texts.
+      problems: any number.
+      batch: problems at a time.
+
+    Raises:
+      ValueError: if there are no problems.
+    """
+    if not problems:
+        raise ValueError("problems is empty: pass at least one")
+    texts: list[str] = []
+    for start in range(0, len(problems), batch):
+        part = list(problems[start : start + batch])
+        filled = (part * (batch // len(part) + 1))[:batch]
+        texts += generate(filled)[: len(part)]
+    return texts
+
+
+def accuracy(score: Callable[[Problem, str], float], problems: Sequence[Problem], texts: Sequence[str]) -> float:
+    """Averages the scores of one completion a problem."""
+    return float(np.mean([score(problem, text) for problem, text in zip(problems, texts, strict=True)]))
+
+
+def pass_at_k(num_samples: np.ndarray, num_correct: np.ndarray, *, k: int) -> np.ndarray:
+    """Estimates, without bias, the chance that one of k samples is right, from n ≥ k samples.
+
+        pass@k = 1 − C(n − c, k) / C(n, k)    (Chen 2021, eq. 1)
+
+    Args:
+      num_samples: n, integers, any shape.
+      num_correct: c, same shape.
+      k: samples that may be tried.
+
+    Raises:
+      ValueError: if some n is below k.
+    """
+    n, c = np.broadcast_arrays(np.asarray(num_samples), np.asarray(num_correct))
+    if k < 1 or (n < k).any():
+        raise ValueError(f"k={k} with num_samples as low as {n.min()}: draw at least k samples a problem")
+    i = np.arange(k)
+    fail = (n[..., None] - c[..., None] - i) / (n[..., None] - i)
+    return 1.0 - np.prod(np.clip(fail, 0.0, 1.0), axis=-1)

@@ -1,0 +1,193 @@
+"""The training loop, the only stateful module: step after step, with logging and checkpoints.
+
+A step is a function (state, k) -> (state, row of numbers). Step k depends on the state and on k alone, so a run that
+stopped after k steps and restored the state continues exactly as if it had never stopped.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpg import metrics as metrics_lib
+from jaxpg.checkpoint import Checkpointer
+from jaxpg.metrics import JsonlWriter
+from jaxpg.train_state import TrainState
+from jaxpg.types import Array, Batch, Experience, Rollout, StopReason
+
+Row = dict[str, float]
+Step = Callable[[TrainState, int], tuple[TrainState, Row]]
+Update = Callable[[TrainState, Batch], tuple[TrainState, dict]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Journal:
+    """Where a phase of a run records itself."""
+
+    phase: str  # written into every row
+    writer: JsonlWriter
+    checkpointer: Checkpointer
+    checkpoint_every: int  # in steps
+
+    def restore(self, state: TrainState) -> tuple[TrainState, int, bool]:
+        """Returns the newest saved state, how many steps it had done, and whether the phase was over.
+
+        Without a checkpoint, the state given, 0 and False.
+        """
+        if self.checkpointer.latest is None:
+            return state, 0, False
+        state, record = self.checkpointer.restore(state)
+        return state, record["steps"], record["finished"]
+
+
+def run(
+    step: Step,
+    state: TrainState,
+    journal: Journal,
+    *,
+    steps: int,
+    on_step: Callable[[TrainState, int, Row], bool | None] = lambda *_: None,
+) -> TrainState:
+    """Runs a phase to its end, from its newest checkpoint if it has one.
+
+    Args:
+      step: what to do.
+      state: the state of step 0; restored states take its shapes and shardings.
+      journal: each row goes to its writer; every `checkpoint_every` steps, and at the end, the state to its
+        checkpointer.
+      steps: the number of steps of the phase.
+      on_step: called with (state, steps done, row) after each step; True ends the phase early.
+
+    Returns:
+      The last state.
+    """
+    state, done, finished = journal.restore(state)
+    while not finished and done < steps:
+        state, row = step(state, done)
+        done += 1
+        journal.writer.write({"phase": journal.phase, "step": done, **row})
+        finished = bool(on_step(state, done, row)) or done == steps
+        if finished or done % journal.checkpoint_every == 0:
+            record = {"steps": done, "finished": finished, "metrics_bytes": journal.writer.offset}
+            journal.checkpointer.save(done, state, record)
+    return state
+
+
+def supervised_step(batch: Callable[[int], Batch], update: Update) -> Step:
+    """Makes the step of supervised learning: one update on batch k."""
+
+    def step(state: TrainState, k: int) -> tuple[TrainState, Row]:
+        started = time.perf_counter()
+        state, metrics = update(state, batch(k))
+        return state, metrics_lib.to_floats(metrics) | {"seconds_update": time.perf_counter() - started}
+
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """The prompts of one iteration: arrays for the sampler, problems for the scorer."""
+
+    tokens: Array  # [P, S] int32
+    mask: Array  # [P, S] bool
+    problems: Sequence[Any]  # P of the task's own type
+
+
+def policy_gradient_step(
+    *,
+    prompts: Callable[[int], Prompts],
+    sample: Callable[[dict, Array, Array, Array], Rollout],
+    score: Callable[[Sequence[Any], Rollout], np.ndarray],
+    experience: Callable[[TrainState, Rollout, np.ndarray], Experience],
+    to_batch: Callable[[Experience], Batch],
+    update: Update,
+    epochs: int = 1,
+    minibatches: int = 1,
+) -> Step:
+    """Makes the step of every on-policy method: sample → score → advantage → epochs × minibatches of updates.
+
+    Args:
+      prompts: iteration -> Prompts.
+      sample: (params, tokens, mask, key) -> Rollout; jitted.
+      score: (problems, rollout) -> rewards [P, G]; on the host.
+      experience: (state, rollout, rewards) -> Experience; adds what the algorithm wants, e.g. values.
+      to_batch: computes advantages; jitted.
+      update: jitted.
+      epochs: passes over each rollout.
+      minibatches: updates a pass; the rows are shuffled anew for each pass.
+    """
+    take = jax.jit(_take_rows, static_argnames="count")
+
+    def step(state: TrainState, k: int) -> tuple[TrainState, Row]:
+        key = jax.random.fold_in(state.key, k)
+        clock = _Clock()
+        asked = prompts(k)
+        rollout = jax.block_until_ready(sample(state.params, asked.tokens, asked.mask, jax.random.fold_in(key, 0)))
+        clock.lap("sample")
+        rewards = score(asked.problems, rollout)
+        clock.lap("score")
+        batch = to_batch(experience(state, rollout, rewards))
+        total, first = None, None
+        for order_key, index in _minibatches(jax.random.fold_in(key, 1), epochs, minibatches):
+            part = batch if minibatches == 1 else take(batch, order_key, index, count=minibatches)
+            state, metrics = update(state, part)
+            first = metrics if first is None else first
+            total = metrics_lib.add(total, metrics)
+        row = metrics_lib.to_floats(total)
+        row["log_prob_gap"] = metrics_lib.to_floats(first)["log_prob_gap"]  # later updates are off policy by design
+        clock.lap("update")
+        return state, describe(rollout, rewards) | row | clock.row()
+
+    return step
+
+
+def describe(rollout: Rollout, rewards: np.ndarray) -> Row:
+    """Says in numbers what was sampled: rewards, groups without a signal, lengths, cut completions.
+
+    Args:
+      rollout: of B rows.
+      rewards: [P, G].
+    """
+    lengths = np.asarray(rollout.action_mask).sum(-1)
+    cut = np.asarray(rollout.stop_reason) == StopReason.BUDGET
+    return {
+        "reward": float(np.mean(rewards)),
+        "reward_std": float(np.std(rewards)),
+        "zero_variance_groups": float(np.mean(np.ptp(rewards, axis=-1) == 0)),
+        "completion_length": float(lengths.mean()),
+        "completion_length_max": float(lengths.max()),
+        "cut_completions": float(cut.mean()),
+        "completion_tokens": int(lengths.sum()),
+    }
+
+
+def _minibatches(key: Array, epochs: int, minibatches: int) -> Iterator[tuple[Array, int]]:
+    for epoch in range(epochs):
+        for index in range(minibatches):
+            yield jax.random.fold_in(key, epoch), index
+
+
+def _take_rows(batch: Batch, key: Array, index: Array, *, count: int) -> Batch:
+    """Takes minibatch `index` of `count` from the rows shuffled by `key`."""
+    order = jax.random.permutation(key, batch.tokens.shape[0])
+    size = batch.tokens.shape[0] // count
+    chosen = jax.lax.dynamic_slice(order, (index * size,), (size,))
+    return jax.tree.map(lambda x: jnp.take(x, chosen, axis=0), batch)
+
+
+class _Clock:
+    """Seconds by phase of one step."""
+
+    def __init__(self):
+        self._last, self._laps = time.perf_counter(), {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[f"seconds_{name}"], self._last = now - self._last, now
+
+    def row(self) -> Row:
+        return dict(self._laps)

@@ -1,0 +1,57 @@
+"""From device sums to numbers, and numbers to a JSONL file that can be rewound."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+
+from jaxpg.types import Weighted
+
+
+def add(total: dict[str, Weighted] | None, more: dict[str, Weighted]) -> dict[str, Weighted]:
+    """Adds the metrics of two parts, name by name."""
+    if total is None:
+        return more
+    return {name: total[name] + value for name, value in more.items()}
+
+
+def to_floats(metrics: dict[str, Weighted]) -> dict[str, float]:
+    """Divides each total by its weight, on the host, after a single transfer."""
+    fetched = jax.device_get(metrics)
+    return {name: float(value.total) / float(value.weight) if value.weight else 0.0 for name, value in fetched.items()}
+
+
+class JsonlWriter:
+    """Appends one JSON object a line. NaN and infinities, which JSON lacks, are written as null."""
+
+    def __init__(self, path: str | Path, *, offset: int | None = 0):
+        """Opens the file and cuts it after `offset` bytes, so that a resumed run repeats no line.
+
+        Args:
+          path: of the file; made if it is not there.
+          offset: bytes to keep, as `offset` said when the checkpoint was made; None keeps all.
+        """
+        self._file = open(path, "a+b")  # noqa: SIM115 - open as long as the writer
+        if offset is not None:
+            self._file.truncate(offset)
+        self._file.seek(0, 2)
+
+    @property
+    def offset(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
+
+    def write(self, row: dict) -> None:
+        """Appends a row and hands it to the operating system."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: str | Path) -> list[dict]:
+    """Reads all rows of a JSONL file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -1,0 +1,51 @@
+"""What a run shows a person: tables in the terminal and a picture of its curves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+def progress(console: Console) -> Progress:
+    """A live bar that ends in the numbers of the moment: `progress.update(task, numbers="reward 0.7")`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    return Progress(*columns, console=console)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """A table of anything that prints; the first column is text, the others are set to the right."""
+    built = Table(title=title)
+    for i, name in enumerate(columns):
+        built.add_column(name, justify="left" if i == 0 else "right")
+    for row in rows:
+        built.add_row(*map(str, row))
+    return built
+
+
+def draw_curves(path: Path, curves: dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]], *, title: str):
+    """Draws one panel per entry, with its named curves.
+
+    Args:
+      path: of the picture.
+      curves: panel title -> curve name -> (x, y).
+      title: above all.
+    """
+    import matplotlib.figure  # takes half a second, and most callers draw once, at the end
+
+    figure = matplotlib.figure.Figure(figsize=(5 * len(curves), 3.6), layout="constrained")
+    figure.suptitle(title)
+    for axes, (panel, lines) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+        for name, (x, y) in lines.items():
+            axes.plot(x, y, label=name, linewidth=1.2)
+        axes.set(title=panel, xlabel="step", ylim=(-0.02, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)

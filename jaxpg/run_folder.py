@@ -1,0 +1,59 @@
+"""The folder of a run: config.json, metrics.jsonl, checkpoints; never two configurations in one."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+
+def open_run(run_dir: Path, config: dict, *, resume: bool) -> Path:
+    """Makes the folder of a run, or returns to it.
+
+    Args:
+      run_dir: the folder.
+      config: what makes this run different from others, JSON values.
+      resume: go on with the run that the folder holds; where it holds none, start one.
+
+    Returns:
+      `run_dir`.
+
+    Raises:
+      ValueError: if the folder holds a run and `resume` is off, a run of another configuration, or something else.
+        Nothing has been written then.
+    """
+    path = run_dir / "config.json"
+    if path.exists():
+        differences = _differences(json.loads(path.read_text()), config)
+        if differences:
+            raise ValueError(
+                f"--run-dir={run_dir} holds a run with another configuration ({'; '.join(differences)}): "
+                "choose another --run-dir, or delete the folder"
+            )
+        if not resume:
+            raise ValueError(
+                f"--run-dir={run_dir} already holds this run: pass --resume to go on with it, "
+                "or choose another --run-dir"
+            )
+        return run_dir
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ValueError(f"--run-dir={run_dir} exists and is not the folder of a run: choose another --run-dir")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(path, config)
+    return run_dir
+
+
+def write_json(path: Path, value) -> None:
+    """Writes a JSON file in one piece: a reader sees the old text or the new, never half."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)
+
+
+def config_dict(config, *, without: tuple[str, ...] = ()) -> dict:
+    """Turns a dataclass of plain values into JSON values, less the fields that do not change the results."""
+    plain = {name: value for name, value in dataclasses.asdict(config).items() if name not in without}
+    return json.loads(json.dumps(plain, default=str))
+
+
+def _differences(old: dict, new: dict) -> list[str]:
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"{name} is {old.get(name)!r} there, {new.get(name)!r} here" for name in names]

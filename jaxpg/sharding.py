@@ -1,0 +1,111 @@
+"""Where arrays live: a mesh of data × fsdp × tensor, and path rules that map parameters onto it.
+
+Rows of a batch are spread over data × fsdp. Parameters (and their optimizer moments, which carry the same path) are
+cut over fsdp and tensor by the first rule whose pattern is found in their path; what no rule names is replicated.
+"""
+
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = PartitionSpec(("data", "fsdp"))
+
+# Layer parameters have a leading axis: the scanned layers. The embedding is cut along its features, so that any
+# vocabulary size will do, and over tensor, which rows do not use: over fsdp a look-up would be rematerialised.
+TRANSFORMER_RULES: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"embedding$|head$", PartitionSpec(None, "tensor")),
+    (r"attention/(query|key|value)$", PartitionSpec(None, "fsdp", "tensor", None)),
+    (r"attention/out$", PartitionSpec(None, "tensor", None, "fsdp")),
+    (r"mlp/(gate|up)$", PartitionSpec(None, "fsdp", "tensor")),
+    (r"mlp/down$", PartitionSpec(None, "tensor", "fsdp")),
+)
+
+Rules = Sequence[tuple[str, PartitionSpec]]
+
+
+def make_mesh(spec: str = "data=-1", *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh from text such as "data=-1,fsdp=4,tensor=2".
+
+    Args:
+      spec: sizes by axis; an axis left out is 1, and one of them may be −1, which takes what is left.
+      devices: default all.
+
+    Raises:
+      ValueError: for an unknown axis, a size that is not a positive integer or −1, or a product that is not the
+        number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = dict.fromkeys(AXES, 1)
+    for part in filter(None, spec.replace(" ", "").split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in AXES:
+            raise ValueError(f"mesh={spec!r}: there is no axis {axis!r}, choose among {', '.join(AXES)}")
+        if not re.fullmatch(r"-1|[1-9]\d*", size):
+            raise ValueError(f"mesh={spec!r}: {axis}={size!r} must be a positive integer, or -1 for what is left")
+        sizes[axis] = int(size)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    if len(free) > 1:
+        raise ValueError(f"mesh={spec!r}: only one axis may be -1")
+    if free and len(devices) % fixed == 0:
+        sizes[free[0]] = len(devices) // fixed
+    elif free or fixed != len(devices):
+        raise ValueError(
+            f"mesh={spec!r} asks for {'a multiple of ' if free else ''}{fixed} devices, this process sees "
+            f"{len(devices)}: make the sizes multiply to {len(devices)}"
+        )
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def shardings(mesh: Mesh, tree, rules: Rules = TRANSFORMER_RULES):
+    """Maps a pytree of arrays (or shapes) to a pytree of NamedShardings.
+
+    A parameter and its optimizer moments end in the same path, so that one rule serves both.
+
+    Raises:
+      ValueError: if a mesh axis does not divide the dimension that a rule puts on it.
+    """
+
+    def place(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
+        if len(spec) > leaf.ndim:  # e.g. a scalar that an optimizer keeps beside a moment
+            spec = PartitionSpec()
+        _check_divisible(mesh, name, leaf.shape, spec)
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _check_divisible(mesh: Mesh, name: str, shape: tuple[int, ...], spec: PartitionSpec):
+    for size, axis in zip(shape, spec, strict=False):
+        ways = int(np.prod([mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ())]))
+        if size % ways:
+            raise ValueError(
+                f"{name} has shape {shape}: its dimension of {size} is not divisible by mesh axis {axis}={ways}; "
+                f"choose another mesh or model size"
+            )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding that keeps a whole copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    """The sharding of everything that has a leading row axis."""
+    return NamedSharding(mesh, ROWS)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """How many devices share the rows of a batch."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def put_rows(mesh: Mesh, tree):
+    """Makes global arrays, rows spread over the mesh, from the rows that this process holds."""
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows(mesh), np.asarray(x)), tree)

@@ -1,0 +1,1 @@
+"""Problem sources with verifiable answers."""

@@ -1,0 +1,85 @@
+"""The data that flows through a training step, as frozen pytrees.
+
+Shapes: P prompts, G samples of each, B = P·G rows (the rows of one prompt are adjacent), T tokens a row.
+Every `[B, T]` array is token-aligned: index t speaks about `tokens[:, t]`, never about the next token.
+Fields that an algorithm does not need stay None; None is an empty pytree, so jit, scan and sharding pass over it.
+"""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def _pytree(cls):
+    """Makes a frozen dataclass that JAX sees as a pytree of its fields."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+class StopReason(enum.IntEnum):
+    """Why a rollout row ended."""
+
+    BUDGET = 0  # cut after `max_new_tokens`; its last token is not a stop token
+    STOP_TOKEN = 1
+
+
+@_pytree
+class Rollout:
+    """What the sampler returns."""
+
+    tokens: Array  # [B, T] int32, prompt then completion; what stands at masked positions has no meaning
+    token_mask: Array  # [B, T] bool, real tokens
+    action_mask: Array  # [B, T] bool, tokens the policy drew, the first stop token included
+    log_probs: Array  # [B, T] float32, of the distribution sampled from (temperature, filters); 0 off the actions
+    stop_reason: Array  # [B] int32, a StopReason
+
+
+@_pytree
+class Experience:
+    """A rollout with what scoring it added: the input of an algorithm's `advantage`."""
+
+    rollout: Rollout
+    rewards: Array  # [P, G] float32, one outcome reward a sample
+    valid: Array  # [P, G] bool, False where no scorer applied
+    token_rewards: Array | None = None  # [B, T] float32, rewards of single tokens or steps
+    greedy_rewards: Array | None = None  # [P] float32, reward of the greedy completion (ReMax)
+    values: Array | None = None  # [B, T] float32, the critic's V before each action
+    ref_log_probs: Array | None = None  # [B, T] float32, of the reference policy
+
+
+@_pytree
+class Batch:
+    """What a loss reads. All arrays have a leading row axis, so that a batch may be split anywhere."""
+
+    tokens: Array  # [B, T] int32
+    token_mask: Array  # [B, T] bool
+    action_mask: Array  # [B, T] bool
+    log_probs: Array | None = None  # [B, T] float32, of the policy that sampled (π_old)
+    advantages: Array | None = None  # [B, T] float32
+    segments: Array | None = None  # [B, T] int32, the action each token belongs to
+    returns: Array | None = None  # [B, T] float32, the critic's targets
+    values: Array | None = None  # [B, T] float32, the critic's predictions when the rollout was made
+    ref_log_probs: Array | None = None  # [B, T] float32, of the reference policy
+
+
+@_pytree
+class Weighted:
+    """A mean kept as its numerator and denominator, so that parts add up exactly.
+
+    Micro-batches, devices and hosts add totals and weights; the division happens once, in `mean`.
+    """
+
+    total: Array  # [] float32
+    weight: Array  # [] float32
+
+    def __add__(self, other: "Weighted") -> "Weighted":
+        return Weighted(total=self.total + other.total, weight=self.weight + other.weight)
+
+    @property
+    def mean(self) -> Array:
+        """total / weight, and 0 where the weight is 0."""
+        empty = self.weight == 0
+        return jnp.where(empty, 0.0, self.total / jnp.where(empty, 1.0, self.weight))

@@ -1,0 +1,21 @@
+"""Eight virtual CPU devices and one canonical platform, set before JAX is imported."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def key():
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def x64():
+    """Runs a test in float64, for oracles and proofs."""
+    with jax.enable_x64(True):
+        yield

@@ -1,0 +1,118 @@
+"""Importance ratios: golden values, granularities against each other, weights for a mismatched sampler."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from jaxpg import ratios, segments
+
+D = jnp.array([[0.1, -0.2, 0.3, 0.7], [0.5, -0.5, 0.2, 0.4]])
+OLD = jnp.array([[-1.0, -2.0, -3.0, -4.0], [-0.5, -1.5, -0.25, -1.0]])
+NEW = OLD + D
+MASK = jnp.array([[1, 1, 1, 0], [0, 1, 1, 1]], bool)
+RESPONSE = segments.response(MASK)
+STEPS = jnp.array([[0, 1, 1, -1], [-1, 0, 0, 1]])
+PER_SEGMENT = {"product": ratios.segment_product, "mean": ratios.segment_mean}
+BY_SEGMENT = pytest.mark.parametrize("name", PER_SEGMENT)
+
+
+def test_token_ratio():
+    np.testing.assert_allclose(ratios.token(NEW, OLD), np.exp(D), rtol=1e-5)
+    np.testing.assert_array_equal(ratios.token(OLD, OLD), np.ones(OLD.shape))
+
+
+def test_response_golden():
+    np.testing.assert_allclose(ratios.segment_mean(NEW, OLD, RESPONSE, MASK)[0, :3], np.full(3, 1.068939), rtol=1e-6)
+    np.testing.assert_allclose(ratios.segment_product(NEW, OLD, RESPONSE, MASK)[0, :3], np.full(3, 1.221403), rtol=1e-6)
+
+
+def test_steps_golden():
+    sums = np.array([[0.1, 0.1, 0.1, 0.0], [0.0, -0.3, -0.3, 0.4]])
+    np.testing.assert_allclose(ratios.segment_product(NEW, OLD, STEPS, MASK), np.exp(sums), rtol=1e-5)
+    sizes = np.array([[1, 2, 2, 1], [1, 2, 2, 1]])
+    np.testing.assert_allclose(ratios.segment_mean(NEW, OLD, STEPS, MASK), np.exp(sums / sizes), rtol=1e-5)
+
+
+@BY_SEGMENT
+def test_segments_of_one_token_are_token_ratios(name):
+    got = PER_SEGMENT[name](NEW, OLD, segments.token(MASK), MASK)
+    np.testing.assert_allclose(got, jnp.where(MASK, ratios.token(NEW, OLD), 1.0), rtol=1e-6)
+
+
+@BY_SEGMENT
+@pytest.mark.parametrize("garbage", [jnp.nan, jnp.inf])
+def test_garbage_off_the_mask_does_not_matter(name, garbage):
+    weights = jnp.cos(jnp.arange(4.0))
+    objective = jax.value_and_grad(lambda lp, old: jnp.sum(weights * PER_SEGMENT[name](lp, old, STEPS, MASK)))
+    clean = objective(NEW, OLD)
+    dirty = objective(jnp.where(MASK, NEW, garbage), jnp.where(MASK, OLD, garbage))
+    np.testing.assert_array_equal(dirty[0], clean[0])
+    np.testing.assert_array_equal(dirty[1], clean[1])
+    np.testing.assert_array_equal(dirty[1][~MASK], np.zeros(2))
+    assert np.all(dirty[1][MASK] != 0)
+
+
+def test_truncated_weights():
+    got = ratios.truncated(NEW, OLD, cap=1.2)
+    np.testing.assert_allclose(got, np.minimum(np.exp(D), 1.2), rtol=1e-5)
+    np.testing.assert_array_equal(
+        jax.grad(lambda lp: jnp.sum(ratios.truncated(lp, OLD, cap=1.2)))(NEW), np.zeros(D.shape)
+    )
+
+
+def test_banded_weights_drop_what_lies_outside():
+    got = ratios.banded(NEW, OLD, low=0.8, high=1.4)
+    k = np.exp(np.asarray(D))
+    np.testing.assert_allclose(got, np.where((k >= 0.8) & (k <= 1.4), k, 0.0), rtol=1e-5)
+    assert np.sum(got == 0) == 4
+    np.testing.assert_array_equal(jax.grad(lambda lp: jnp.sum(ratios.banded(lp, OLD)))(NEW), np.zeros(D.shape))
+    np.testing.assert_allclose(
+        ratios.banded(jnp.log(jnp.array([0.49, 0.51, 4.9, 5.1])), jnp.zeros(4)), [0, 0.51, 4.9, 0]
+    )
+
+
+def test_bfloat16_is_subtracted_in_float32():
+    new, old = jnp.bfloat16(-10.0), jnp.bfloat16(-10.0625)
+    got = ratios.token(new, old)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.exp(0.0625), rtol=1e-6)
+
+
+@BY_SEGMENT
+def test_leading_axes_are_free(name):
+    whole = PER_SEGMENT[name](NEW, OLD, STEPS, MASK)
+    np.testing.assert_allclose(PER_SEGMENT[name](NEW[0], OLD[0], STEPS[0], MASK[0]), whole[0], rtol=1e-6)
+    deep = PER_SEGMENT[name](NEW[None], OLD[None], STEPS[None], MASK[None])
+    np.testing.assert_allclose(deep[0], whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ratios.token(NEW, OLD[0]), r"old_log_probs has shape \(4,\): must be \(2, 4\)"),
+        (lambda: ratios.segment_mean(NEW, OLD, STEPS, MASK * 1.0), "mask has dtype float32: must be bool"),
+        (lambda: ratios.segment_product(NEW, OLD, D, MASK), "segments has dtype float32: must be integer"),
+        (lambda: ratios.truncated(NEW, OLD, cap=0), "cap=0: must be greater than 0"),
+        (lambda: ratios.banded(NEW, OLD, low=-1), "low=-1: must be 0 or greater"),
+        (lambda: ratios.banded(NEW, OLD, low=2, high=1), "high=1: must be at least 2"),
+    ],
+)
+def test_errors_name_argument_value_and_remedy(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class JitTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    @parameterized.named_parameters(
+        ("token", lambda lp: ratios.token(lp, OLD)),
+        ("product", lambda lp: ratios.segment_product(lp, OLD, STEPS, MASK)),
+        ("mean", lambda lp: ratios.segment_mean(lp, OLD, STEPS, MASK)),
+        ("truncated", lambda lp: ratios.truncated(lp, OLD, cap=1.2)),
+        ("banded", lambda lp: ratios.banded(lp, OLD)),
+    )
+    def test_same_with_and_without_jit(self, function):
+        np.testing.assert_allclose(self.variant(function)(NEW), function(NEW), rtol=1e-6)

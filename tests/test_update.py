@@ -1,0 +1,166 @@
+"""The update: one division, whatever the split; exact AdamW; sharded like unsharded; compiled once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpg import aggregate, algorithms, logprobs, losses, sharding, train_state
+from jaxpg.models import Config, Model
+from jaxpg.types import Batch, Weighted
+from jaxpg.update import adamw, make_update
+
+MODEL = Model(
+    Config(
+        vocab_size=8, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=16, max_length=16
+    )
+)
+AGGREGATES = {
+    "token_mean": aggregate.token_mean,
+    "sequence_mean_token_mean": aggregate.sequence_mean_token_mean,
+    "sequence_mean_token_sum": aggregate.sequence_mean_token_sum,
+    "constant_length": lambda x, mask: aggregate.constant_length(x, mask, length=5),
+}
+
+
+def policy(params, batch):
+    logits = MODEL.logits(params, batch.tokens, batch.token_mask)
+    return logprobs.token_log_probs(logits, batch.tokens), logprobs.entropy(logits)
+
+
+def make_batch(rows=8, length=9):
+    """Rows of very different lengths, one of them without any action."""
+    keys = jax.random.split(jax.random.key(5), 3)
+    lengths = jnp.arange(rows) % 6
+    column = jnp.arange(length)
+    action_mask = (column >= 3) & (column < 3 + lengths[:, None])
+    return Batch(
+        tokens=jax.random.randint(keys[0], (rows, length), 0, 8),
+        token_mask=(column < 3) | action_mask,
+        action_mask=action_mask,
+        log_probs=-jax.random.uniform(keys[1], (rows, length)),
+        advantages=jnp.broadcast_to(jax.random.normal(keys[2], (rows, 1)), (rows, length)),
+    )
+
+
+def clip_algorithm(reduce):
+    return algorithms.Algorithm(
+        advantage=None,
+        loss=lambda log_probs, batch: losses.ppo_clip(log_probs, batch.log_probs, batch.advantages),
+        aggregate=reduce,
+    )
+
+
+def gradient_of(reduce, batch, num_microbatches):
+    """The mean gradient, read from a step of plain gradient descent."""
+    params = MODEL.init(jax.random.key(0))
+    optimizer = optax.sgd(1.0)
+    state = train_state.init(params, optimizer, jax.random.key(0))
+    loss_fn = algorithms.make_loss_fn(clip_algorithm(reduce), policy)
+    after, metrics = jax.jit(make_update(loss_fn, optimizer, num_microbatches=num_microbatches))(state, batch)
+    return jax.tree.map(lambda a, b: a - b, params, after.params), metrics
+
+
+@pytest.mark.parametrize("name", AGGREGATES)
+def test_gradient_and_metrics_do_not_depend_on_microbatches(name):
+    batch = make_batch()
+    whole, whole_metrics = gradient_of(AGGREGATES[name], batch, 1)
+    for count in (2, 4, 8):
+        parts, metrics = gradient_of(AGGREGATES[name], batch, count)
+        distance = optax.tree.norm(optax.tree.sub(parts, whole)) / optax.tree.norm(whole)
+        assert distance < 1e-6
+        for key, value in whole_metrics.items():
+            np.testing.assert_allclose(metrics[key].mean, value.mean, rtol=2e-5, atol=1e-7, err_msg=key)
+
+
+@pytest.mark.parametrize("name", AGGREGATES)
+def test_gradient_does_not_depend_on_row_order_or_right_padding(name):
+    batch = make_batch()
+    whole, _ = gradient_of(AGGREGATES[name], batch, 1)
+    order = jnp.array([3, 1, 7, 0, 2, 6, 5, 4])
+    garbage = dataclasses.replace(
+        jax.tree.map(lambda x: jnp.pad(x[order], ((0, 0), (0, 2))), batch),
+        log_probs=jnp.pad(batch.log_probs[order], ((0, 0), (0, 2)), constant_values=jnp.nan),
+    )
+    moved, _ = gradient_of(AGGREGATES[name], garbage, 1)
+    assert optax.tree.norm(optax.tree.sub(moved, whole)) / optax.tree.norm(whole) < 1e-5
+
+
+def test_worked_token_mean_over_microbatches_is_not_the_mean_of_means():
+    """Micro-batches [1,1,1,1] and [5]: token mean 1.8, never 3.0."""
+    batch = Batch(
+        tokens=jnp.zeros((2, 4), jnp.int32),
+        token_mask=jnp.ones((2, 4), bool),
+        action_mask=jnp.array([[True] * 4, [True, False, False, False]]),
+        advantages=jnp.array([[1.0] * 4, [5.0] * 4]),
+    )
+
+    def loss_fn(params, part):
+        return aggregate.token_mean(params * part.advantages, part.action_mask), {}
+
+    state = train_state.init(jnp.float32(1.0), optax.sgd(1.0), jax.random.key(0))
+    for count in (1, 2):
+        after, metrics = make_update(loss_fn, optax.sgd(1.0), num_microbatches=count)(state, batch)
+        np.testing.assert_allclose(metrics["loss"].mean, 1.8, rtol=1e-6)
+        np.testing.assert_allclose(1.0 - after.params, 1.8, rtol=1e-6)
+
+
+def test_a_batch_without_actions_leaves_finite_parameters_unchanged():
+    batch = dataclasses.replace(make_batch(), action_mask=jnp.zeros((8, 9), bool))
+    for reduce in AGGREGATES.values():
+        gradient, metrics = gradient_of(reduce, batch, 2)
+        assert optax.tree.norm(gradient) == 0.0
+        assert jnp.isfinite(metrics["loss"].mean)
+
+
+def test_clipping_and_adamw_are_those_of_optax():
+    optimizer = adamw(1e-2, max_grad_norm=0.5, weight_decay=0.1)
+    state = train_state.init(jnp.array([3.0, -4.0]), optimizer, jax.random.key(0))
+
+    def loss_fn(params, batch):
+        return Weighted(jnp.sum(params**2), jnp.float32(2.0)), {}
+
+    after, metrics = make_update(loss_fn, optimizer)(state, Batch(*[jnp.zeros((2, 1))] * 3))
+    np.testing.assert_allclose(metrics["grad_norm"].mean, 5.0, rtol=1e-6)
+    # The first Adam step is lr · sign(gradient), and decay takes lr · 0.1 · params.
+    np.testing.assert_allclose(after.params, [3.0 - 0.01 - 0.003, -4.0 + 0.01 + 0.004], rtol=1e-5)
+    assert after.step == 1
+
+
+def test_sharded_update_equals_the_plain_one_and_compiles_once():
+    batch = make_batch()
+    optimizer = adamw(1e-2)
+    update = make_update(algorithms.make_loss_fn(clip_algorithm(aggregate.token_mean), policy), optimizer)
+
+    def init():
+        return train_state.init(MODEL.init(jax.random.key(0)), optimizer, jax.random.key(0))
+
+    plain, plain_metrics = jax.jit(update)(jax.jit(init)(), batch)
+    for spec in ("data=8", "fsdp=8", "data=2,fsdp=4", "data=2,fsdp=2,tensor=2"):
+        mesh = sharding.make_mesh(spec)
+        with jax.set_mesh(mesh):
+            places = sharding.shardings(mesh, jax.eval_shape(init))
+            sharded = jax.jit(update, out_shardings=(places, sharding.replicated(mesh)), donate_argnums=0)
+            state = jax.jit(init, out_shardings=places)()
+            assert state.opt_state[1][0].mu["embedding"].sharding == state.params["embedding"].sharding
+            placed = sharding.put_rows(mesh, batch)
+            state, metrics = sharded(state, placed)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, plain.params)
+            for name, value in plain_metrics.items():
+                np.testing.assert_allclose(metrics[name].mean, value.mean, rtol=1e-5, atol=1e-6, err_msg=name)
+            sharded(state, placed)
+            assert sharded._cache_size() == 1
+
+
+def test_impossible_splits_are_named():
+    with pytest.raises(ValueError, match="num_microbatches=3 does not divide the 8 rows"):
+        gradient_of(aggregate.token_mean, make_batch(), 3)
+    with pytest.raises(ValueError, match="num_microbatches=0"):
+        make_update(None, None, num_microbatches=0)
+    with pytest.raises(ValueError, match="max_grad_norm=0"):
+        adamw(1e-3, max_grad_norm=0)
+    with pytest.raises(ValueError, match=r"jax.random.key\(seed\)"):
+        train_state.init({}, optax.sgd(1.0), jnp.zeros(2, jnp.uint32))
