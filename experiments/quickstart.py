@@ -31,7 +31,7 @@ from jaxpg.update import adamw, make_update
 
 STARTED = time.perf_counter()
 EVALUATE_EVERY = 25  # steps
-WARMUP_CHECK_EVERY = 10  # steps
+WARMUP_CHECK_EVERY = 5  # steps
 EVALUATION_BATCH = 256
 
 
@@ -57,18 +57,19 @@ class Config:
     algorithm: Literal["reinforce", "rloo", "grpo", "dr_grpo", "ppo_clip"] = "grpo"
     seed: int = 0
     level: int = 2  # difficulty of the sums, 1 to 5
-    prompt_length: int = 8  # room for a prompt, in tokens
+    prompt_length: int = 6  # room for a prompt, in tokens
     batch_size: int = 1024  # completions a step
     group_size: int = 16  # completions a prompt
-    rl_steps: int = 450
+    rl_steps: int = 750
     rl_learning_rate: float = 7e-4
+    temperature: float = 0.7  # of the sampler, hence of the policy that is trained
     epochs: int = 1  # passes over each rollout
     minibatches: int = 2  # updates a pass
     num_microbatches: int = 1  # parts a minibatch is cut into to save memory; changes no result
     warmup_steps: int = 600  # at most; the warm-up ends when the model is mediocre
     warmup_batch_size: int = 256
     warmup_learning_rate: float = 2e-3
-    warmup_accuracy: float = 0.35  # what counts as mediocre, on training problems
+    warmup_accuracy: float = 0.4  # what counts as mediocre, on training problems
     held_out: int = 512  # problems of the evaluation, which no phase trains on
     mesh: str = "data=-1"  # e.g. data=2,fsdp=2,tensor=2
     run_dir: Path = Path("runs/quickstart")
@@ -110,6 +111,7 @@ def prepare(config: Config) -> Run:
             num_kv_heads=2,
             head_dim=16,
             mlp_size=128,
+            rope_base=100.0,  # sequences are ten tokens long: shorter wavelengths tell their positions apart
             max_length=c.prompt_length + max_new_tokens,
         )
     )
@@ -123,6 +125,8 @@ def check_sizes(c: Config, shards: int) -> None:
     for name in ("batch_size", "group_size", "minibatches", "num_microbatches", "epochs", "held_out", "rl_steps"):
         if getattr(c, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(c, name)}: must be at least 1")
+    if c.temperature <= 0:
+        raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples of a prompt are the same")
     if c.batch_size % c.group_size:
         raise ValueError(f"--group-size={c.group_size} does not divide --batch-size={c.batch_size}: choose a divisor")
     parts = {
@@ -169,17 +173,18 @@ def train(run: Run) -> None:
     conclude(run, console, before, after)
 
 
-def make_policy(model: Model):
-    """Maps (params, batch) to the log-probs of its tokens and the entropy at each."""
+def make_policy(model: Model, temperature: float):
+    """Maps (params, batch) to the log-probs of its tokens and the entropy at each, at the sampler's temperature."""
 
     def policy(params, batch):
         logits = model.logits(params, batch.tokens, batch.token_mask)
-        return logprobs.token_log_probs(logits, batch.tokens), logprobs.entropy(logits)
+        log_probs = logprobs.token_log_probs(logits, batch.tokens, temperature=temperature)
+        return log_probs, logprobs.entropy(logits, temperature=temperature)
 
     return policy
 
 
-def start(run: Run, algorithm: algorithms.Algorithm, learning_rate: optax.ScalarOrSchedule, init_params):
+def start(run: Run, algorithm: algorithms.Algorithm, learning_rate: optax.ScalarOrSchedule, temperature, init_params):
     """Builds the sharded first state of a phase and its compiled update."""
     optimizer = adamw(learning_rate, b2=0.99)
     key = jax.random.key(run.config.seed)
@@ -189,7 +194,7 @@ def start(run: Run, algorithm: algorithms.Algorithm, learning_rate: optax.Scalar
 
     places = sharding.shardings(run.mesh, jax.eval_shape(init))
     update = make_update(
-        algorithms.make_loss_fn(algorithm, make_policy(run.model)),
+        algorithms.make_loss_fn(algorithm, make_policy(run.model, temperature)),
         optimizer,
         num_microbatches=run.config.num_microbatches,
     )
@@ -201,7 +206,7 @@ def warm_up(run: Run, journal: loop.Journal, greedy, progress, stop) -> train_st
     """Learns from solved sums until the model is mediocre: no better than `warmup_accuracy` asks."""
     c = run.config
     state, update = start(
-        run, algorithms.supervised(), c.warmup_learning_rate, lambda: run.model.init(jax.random.key(c.seed))
+        run, algorithms.supervised(), c.warmup_learning_rate, 1.0, lambda: run.model.init(jax.random.key(c.seed))
     )
     length = c.prompt_length + run.max_new_tokens
     validation = arithmetic.problems(stream(c, 2), 0, 2 * EVALUATION_BATCH, level=c.level)
@@ -233,9 +238,9 @@ def reinforce(run: Run, params, journal: loop.Journal, greedy, progress, stop) -
     c, algorithm = run.config, ALGORITHMS[run.config.algorithm](run.config)
     updates = c.rl_steps * c.epochs * c.minibatches
     learning_rate = optax.warmup_cosine_decay_schedule(
-        0.0, c.rl_learning_rate, warmup_steps=updates // 15, decay_steps=updates, end_value=0.1 * c.rl_learning_rate
+        0.0, c.rl_learning_rate, warmup_steps=updates // 15, decay_steps=updates, end_value=0.3 * c.rl_learning_rate
     )
-    state, update = start(run, algorithm, learning_rate, lambda: params)
+    state, update = start(run, algorithm, learning_rate, c.temperature, lambda: params)
     num_prompts = c.batch_size // c.group_size
 
     def prompts(k: int) -> loop.Prompts:
@@ -249,7 +254,7 @@ def reinforce(run: Run, params, journal: loop.Journal, greedy, progress, stop) -
 
     step = loop.policy_gradient_step(
         prompts=prompts,
-        sample=make_sampler(run, samples_per_prompt=c.group_size),
+        sample=make_sampler(run, samples_per_prompt=c.group_size, temperature=c.temperature),
         score=score,
         experience=lambda state, rollout, rewards: Experience(
             rollout, *sharding.put_rows(run.mesh, (rewards, np.isfinite(rewards)))
