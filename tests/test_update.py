@@ -71,7 +71,8 @@ def test_gradient_and_metrics_do_not_depend_on_microbatches(name):
     for count in (2, 4, 8):
         parts, metrics = gradient_of(AGGREGATES[name], batch, count)
         distance = optax.tree.norm(optax.tree.sub(parts, whole)) / optax.tree.norm(whole)
-        assert distance < 2e-6, "float32 rounding of the sums; 1.01e-6 was seen with jax 0.12"
+        # Float32 rounding grows with the number of sums: eight parts gave 1.01e-6 with jax 0.12.
+        assert distance < (1e-6 if count <= 4 else 2e-6)
         for key, value in whole_metrics.items():
             np.testing.assert_allclose(metrics[key].mean, value.mean, rtol=2e-5, atol=1e-7, err_msg=key)
 
