@@ -16,7 +16,7 @@ quickstart: $(VENV)/.installed-core
 	$(BIN)/python experiments/quickstart.py --resume $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

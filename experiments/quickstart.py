@@ -59,10 +59,10 @@ class Config:
     level: int = 2  # difficulty of the sums, 1 to 5
     prompt_length: int = 6  # room for a prompt, in tokens
     batch_size: int = 1024  # completions a step
-    group_size: int = 16  # completions a prompt
-    rl_steps: int = 750
+    group_size: int = 8  # completions a prompt
+    rl_steps: int = 650
     rl_learning_rate: float = 7e-4
-    temperature: float = 0.7  # of the sampler, hence of the policy that is trained
+    temperature: float = 1.0  # of the sampler, hence of the policy that is trained
     epochs: int = 1  # passes over each rollout
     minibatches: int = 2  # updates a pass
     num_microbatches: int = 1  # parts a minibatch is cut into to save memory; changes no result
@@ -110,8 +110,8 @@ def prepare(config: Config) -> Run:
             num_heads=4,
             num_kv_heads=2,
             head_dim=16,
-            mlp_size=128,
-            rope_base=100.0,  # sequences are ten tokens long: shorter wavelengths tell their positions apart
+            mlp_size=192,
+            tie_embeddings=False,  # what a digit means in a prompt and in an answer are two things
             max_length=c.prompt_length + max_new_tokens,
         )
     )
@@ -238,7 +238,7 @@ def reinforce(run: Run, params, journal: loop.Journal, greedy, progress, stop) -
     c, algorithm = run.config, ALGORITHMS[run.config.algorithm](run.config)
     updates = c.rl_steps * c.epochs * c.minibatches
     learning_rate = optax.warmup_cosine_decay_schedule(
-        0.0, c.rl_learning_rate, warmup_steps=updates // 15, decay_steps=updates, end_value=0.3 * c.rl_learning_rate
+        0.0, c.rl_learning_rate, warmup_steps=updates // 15, decay_steps=updates, end_value=0.05 * c.rl_learning_rate
     )
     state, update = start(run, algorithm, learning_rate, c.temperature, lambda: params)
     num_prompts = c.batch_size // c.group_size
@@ -247,18 +247,17 @@ def reinforce(run: Run, params, journal: loop.Journal, greedy, progress, stop) -
         problems = arithmetic.problems(stream(c, 1), k * num_prompts, num_prompts, level=c.level)
         return loop.Prompts(*encode(run, problems), problems)
 
-    def score(problems, rollout) -> np.ndarray:
+    def score(problems, rollout) -> loop.Scores:
         texts = decode_completions(run.tokenizer, rollout)
-        scores = [arithmetic.score(problems[i // c.group_size], text) for i, text in enumerate(texts)]
-        return np.asarray(scores, np.float32).reshape(num_prompts, c.group_size)
+        rewards = [arithmetic.score(problems[i // c.group_size], text) for i, text in enumerate(texts)]
+        rewards = np.asarray(rewards, np.float32).reshape(num_prompts, c.group_size)
+        return loop.Scores(rewards, valid=np.ones(rewards.shape, bool))
 
     step = loop.policy_gradient_step(
         prompts=prompts,
         sample=make_sampler(run, samples_per_prompt=c.group_size, temperature=c.temperature),
         score=score,
-        experience=lambda state, rollout, rewards: Experience(
-            rollout, *sharding.put_rows(run.mesh, (rewards, np.isfinite(rewards)))
-        ),
+        experience=lambda state, rollout, scores: Experience(rollout, *sharding.put_rows(run.mesh, tuple(scores))),
         to_batch=jax.jit(partial(algorithms.to_batch, algorithm), out_shardings=sharding.rows(run.mesh)),
         update=update,
         epochs=c.epochs,

@@ -19,7 +19,7 @@ def group_centered(rewards, valid=None) -> Array:
         A_i = r_i − mean(r)
 
     The mean contains r_i itself, so the expected gradient is (G−1)/G of the true one.
-    Source: Liu et al. 2025 (Dr. GRPO), section 3.1.
+    Source: Liu et al. 2025 (Dr. GRPO), its unbiased advantage.
 
     Args:
       rewards: [..., G].
@@ -169,7 +169,7 @@ def pass_at_k(rewards, valid=None, *, k: int, threshold: float = 0.5, epsilon: f
         A₊ = (1 − R)/(σ + epsilon),  A₋ = (1 − R − C(N₋−1,k−1)/C(N−1,k−1))/(σ + epsilon)
 
     The average over all k-subsets of a group that hold the sample, in closed form. k = 1 is the z-score.
-    Source: Chen et al. 2025 (Pass@k Training), eqs. 14 and 15.
+    Source: Chen et al. 2025 (Pass@k Training), its analytical derivation.
 
     Args:
       rewards: [..., G].

@@ -58,7 +58,7 @@ def sequence_mean_token_sum(x, mask, *, count_empty: bool = False) -> Weighted:
 
         1/N Σ_i Σ_t x_it
 
-    Source: Liu et al. 2025 (Dr. GRPO), section 3.1, without a constant.
+    Source: Liu et al. 2025 (Dr. GRPO), its objective, without a constant.
 
     Args:
       x: [..., T]; carries gradient at True positions, exactly 0 elsewhere.
@@ -81,7 +81,7 @@ def constant_length(x, mask, *, length: float) -> Weighted:
         1/N Σ_i 1/length Σ_t x_it
 
     No bias by length: the constant only rescales the learning rate. Source: Liu et al. 2025 (Dr. GRPO),
-    section 3.1 and its listing, where the constant is the generation budget.
+    its objective and listing, where the constant is the generation budget.
 
     Args:
       x: [..., T]; carries gradient at True positions, exactly 0 elsewhere.

@@ -1,143 +1,403 @@
-"""The ladder by name: an algorithm is an advantage, a per-token loss and an aggregation, and nothing else.
+"""The ladder by name: an algorithm is an advantage, a per-token loss and an aggregation.
 
 To read an algorithm, read its function; to compare two, compare their arguments; to write a new one, call
-`Algorithm(advantage=..., loss=..., aggregate=...)` with functions of your own.
+`Algorithm(advantage=..., loss=..., aggregate=...)` with functions of your own. TRPO is `trpo` with
+`trust_region.make_update` in place of `update.make_update`. Bradley-Terry, DPO and IPO read pairs, see `preference`.
+
+The granularity of actions is data, not an option: where the experience carries `segments` (one number an action),
+`ppo`, `ppo_clip`, `grpo` and the rest of the clipped family have one ratio, one clip and one loss term for each
+segment, and GAE runs over segments. Without, an action is a token.
+
+Equations of the two articles the ladder follows, and where they live.
+
+Lan 2025, "From REINFORCE to Dr. GRPO" (numbers are the article's):
+  1 return `returns.reward_to_go` | 2–5 V and Q `exact.true_values`, test_exact | 6 objective `exact.objective` |
+  7–9 policy gradient theorem, with and without γ^t: test_exact | 10 `reinforce` | 11, 12 `reinforce_baseline` |
+  13 `remax` | 14 `rloo` | off-policy surrogate `losses.surrogate` | 15, 16 `ppo_clip` | 17 `returns.gae`, `ppo` |
+  advantage normalisation `masked.whiten` | 18 `grpo` | 19 `dr_grpo` with G/(G−1), which is `rloo_clip` |
+  20 `advantages.group_normalized` | 21 `dr_grpo`
+
+Caruzzo 2026, "How policy-gradient methods became practical for reasoning models" (by section):
+  trajectory return, log-derivative trick: test_exact | log-probability of a trajectory
+  `preference.sequence_log_probs` | reward-to-go `reinforce_to_go` | baseline `reinforce_baseline` | critic's regression
+  `value_losses.squared`, with the proximal term ‖φ − φ_i‖² `value_losses.proximal` | Q, V, n-step advantages (A3C)
+  `returns.n_step`, `actor_critic` | GAE and its bootstrapped target `returns.gae`, `actor_critic_gae` | importance
+  sampling `losses.surrogate`, test_exact | TRPO, Fisher matrix, conjugate gradient `trust_region` | PPO-penalty
+  `ppo_penalty`, adaptive β `kl.double_or_halve` | PPO-clip `ppo` | RLHF `preference.bradley_terry`, exact KL
+  `kl.exact`, k1 in the reward `rlhf` | GRPO `grpo`, its KL estimate `kl.k3` | Dr. GRPO `dr_grpo` | "12 × 13" example:
+  test_advantages, notebooks/compose_estimators.ipynb
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 
-from jaxpg import advantages, aggregate, kl, losses, masked
-from jaxpg.types import Array, Batch, Experience, Weighted
+from jaxpg import advantages, aggregate, kl, losses, ratios, segments, value_losses
+from jaxpg.experience import (
+    critic_targets,
+    gae,
+    group,
+    lengths,
+    n_step,
+    response_rewards,
+    reward_to_go,
+    whiten,
+    with_kl_in_reward,
+)
+from jaxpg.objective import Algorithm, Outputs, Policy, PolicyLoss, make_loss_fn, to_batch
+from jaxpg.types import Array, Batch, Experience
+
+__all__ = ["Algorithm", "Outputs", "Policy", "make_loss_fn", "to_batch"]  # besides the ladder below
 
 
-@dataclasses.dataclass(frozen=True)
-class Algorithm:
-    """The three choices that make a policy-gradient method."""
-
-    advantage: Callable[[Experience], Array]  # -> [P, G], one a response, or [B, T], one a token
-    loss: Callable[[Array, Batch], tuple[Array, dict[str, Array]]]  # (log_probs [B, T], batch) -> loss [B, T], aux
-    aggregate: Callable[[Array, Array], Weighted]  # (loss [B, T], action_mask [B, T]) -> Weighted
+# ---- REINFORCE and its baselines ------------------------------------------------------------------------------------
 
 
-def _group(advantage: Callable[..., Array], **options) -> Callable[[Experience], Array]:
-    """Lifts a function of grouped rewards to one of an experience."""
-    return lambda experience: advantage(experience.rewards, experience.valid, **options)
-
-
-def _reinforce_loss(log_probs: Array, batch: Batch):
-    return losses.reinforce(log_probs, batch.advantages)
-
-
-def _clip_loss(log_probs: Array, batch: Batch, *, clip_low: float, clip_high: float, kl_coef: float = 0.0):
-    loss, aux = losses.ppo_clip(log_probs, batch.log_probs, batch.advantages, clip_low=clip_low, clip_high=clip_high)
-    if kl_coef == 0.0:
-        return loss, aux
-    penalty = kl.k3(log_probs, batch.ref_log_probs)
-    return loss + kl_coef * penalty, aux | {"kl_ref": penalty}
+def supervised() -> Algorithm:
+    """Maximum likelihood: REINFORCE with advantage 1 on completions that somebody else wrote."""
+    return Algorithm(
+        advantage=lambda e: jnp.ones_like(e.rewards),
+        loss=lambda log_probs, batch: losses.reinforce(log_probs, jnp.ones_like(log_probs)),
+        aggregate=aggregate.token_mean,
+    )
 
 
 def reinforce() -> Algorithm:
-    """REINFORCE without a baseline: A = r (Williams 1992)."""
+    """REINFORCE: the whole return for every action, no baseline (Williams 1992)."""
     return Algorithm(
-        advantage=lambda experience: jnp.where(experience.valid, experience.rewards, 0.0),
-        loss=_reinforce_loss,
+        advantage=response_rewards,
+        loss=_score_loss,
+        aggregate=aggregate.sequence_mean_token_sum,
+    )
+
+
+def reinforce_to_go(*, discount: float = 1.0) -> Algorithm:
+    """REINFORCE with causality: an action is credited with what follows it. Equal to `reinforce` on outcome rewards.
+
+    The γ^t in front of each term, which the policy gradient theorem has, is dropped as everybody does.
+    """
+    return Algorithm(
+        advantage=partial(reward_to_go, discount=discount),
+        loss=_score_loss,
+        aggregate=aggregate.sequence_mean_token_sum,
+    )
+
+
+def reinforce_baseline(baseline: Callable[[Experience], Array], *, discount: float = 1.0) -> Algorithm:
+    """REINFORCE less any b(s) that ignores the action: experience -> [B, T], [B, 1] or []; unbiased, less variance."""
+    return Algorithm(
+        advantage=lambda e: reward_to_go(e, discount=discount) - baseline(e),
+        loss=_score_loss,
+        aggregate=aggregate.sequence_mean_token_sum,
+    )
+
+
+def remax() -> Algorithm:
+    """ReMax: the baseline is the reward of the greedy completion (Li 2024)."""
+    return Algorithm(
+        advantage=lambda e: advantages.greedy_baseline(response_rewards(e), e.greedy_rewards, e.valid),
+        loss=_score_loss,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
 
 def rloo() -> Algorithm:
-    """RLOO: the baseline is the mean reward of the other samples (Kool 2019; Ahmadian 2024, eq. 8)."""
+    """RLOO: the baseline is the mean reward of the other samples (Kool 2019; Ahmadian 2024)."""
     return Algorithm(
-        advantage=_group(advantages.leave_one_out),
-        loss=_reinforce_loss,
+        advantage=group(advantages.leave_one_out),
+        loss=_score_loss,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
 
-def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
-    """PPO's clipped objective on response rewards whitened over the batch (Schulman 2017, eq. 7), without a critic."""
+def rloo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+    """RLOO with several updates a rollout: one clipped ratio for the whole response, the action of a bandit."""
+    clip = partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high)
     return Algorithm(
-        advantage=lambda experience: masked.whiten(experience.rewards, experience.valid),
+        advantage=group(advantages.leave_one_out),
+        loss=lambda log_probs, batch: _by_segment(clip, log_probs, batch, segments.response(batch.action_mask)),
+        aggregate=aggregate.sequence_mean_token_sum,
+    )
+
+
+def opo() -> Algorithm:
+    """OPO: the length-weighted mean reward as baseline, exactly on policy (Hao 2025)."""
+    return Algorithm(
+        advantage=lambda e: advantages.length_weighted_baseline(response_rewards(e), lengths(e), e.valid),
+        loss=_score_loss,
+        aggregate=aggregate.sequence_mean_token_sum,
+    )
+
+
+def maxrl() -> Algorithm:
+    """MaxRL: centred rewards over their mean, which climbs towards log-likelihood (Tajwar 2026)."""
+    return Algorithm(
+        advantage=group(advantages.mean_normalized),
+        loss=_score_loss,
+        aggregate=aggregate.sequence_mean_token_sum,
+    )
+
+
+# ---- With a critic --------------------------------------------------------------------------------------------------
+
+
+def actor_critic(*, n: int = 1, discount: float = 1.0, value_coef: float = 0.5) -> Algorithm:
+    """A3C: n rewards and then the critic (Mnih 2016). n = 1 is TD(0); n >= the longest response is return − V."""
+    targets = partial(n_step, n=n, discount=discount)
+    return Algorithm(
+        advantage=lambda e: targets(e) - e.values,
+        loss=_score_loss,
+        aggregate=aggregate.sequence_mean_token_sum,
+        targets=targets,
+        value_loss=lambda values, batch: value_coef * value_losses.squared(values, batch.returns),
+    )
+
+
+def actor_critic_gae(*, discount: float = 1.0, lambda_: float = 0.95, value_coef: float = 0.5) -> Algorithm:
+    """GAE: the λ-mixture of all n-step advantages (Schulman 2016)."""
+    estimate = partial(gae, discount=discount, lambda_=lambda_)
+    return Algorithm(
+        advantage=estimate,
+        loss=_score_loss,
+        aggregate=aggregate.sequence_mean_token_sum,
+        targets=lambda e: critic_targets(estimate(e), e),
+        value_loss=lambda values, batch: value_coef * value_losses.squared(values, batch.returns),
+    )
+
+
+def trpo(*, discount: float = 1.0, lambda_: float = 0.95) -> Algorithm:
+    """TRPO's objective, GAE under the plain surrogate; the constraint is `trust_region.make_update` (Schulman 2015)."""
+    return Algorithm(
+        advantage=partial(gae, discount=discount, lambda_=lambda_),
+        loss=lambda log_probs, batch: losses.surrogate(log_probs, batch.log_probs, batch.advantages),
+        aggregate=aggregate.token_mean,
+    )
+
+
+def ppo_penalty(*, discount: float = 1.0, lambda_: float = 0.95, value_coef: float = 0.5) -> Algorithm:
+    """PPO with a penalty β·KL(π_old ‖ π) (Schulman 2017, eq. 8); β is `TrainState.kl_coef`: `kl.double_or_halve`."""
+    return dataclasses.replace(
+        actor_critic_gae(discount=discount, lambda_=lambda_, value_coef=value_coef),
+        loss=_penalty_loss,
+        aggregate=aggregate.token_mean,
+    )
+
+
+def ppo(
+    *,
+    discount: float = 1.0,
+    lambda_: float = 0.95,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    value_clip: float = 0.2,
+    value_coef: float = 0.5,
+    entropy_coef: float = 0.0,
+) -> Algorithm:
+    """PPO: whitened GAE, clipped ratio, clipped critic (Schulman 2017, eqs. 7, 9); over segments, if there are any."""
+    estimate = partial(gae, discount=discount, lambda_=lambda_)
+    return Algorithm(
+        advantage=lambda e: whiten(estimate(e), e),
         loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high),
+        aggregate=aggregate.token_mean,
+        entropy_coef=entropy_coef,
+        targets=lambda e: critic_targets(estimate(e), e),
+        value_loss=lambda v, batch: value_coef * value_losses.clipped(v, batch.values, batch.returns, clip=value_clip),
+    )
+
+
+def rlhf(**options) -> Algorithm:
+    """RLHF: `ppo` on r_t − β·k1_t, anchored to the reference policy (Ouyang 2022); β is `Experience.kl_coef`."""
+    anchored = ppo(**options)
+    estimate = anchored.advantage
+    targets = anchored.targets
+    return dataclasses.replace(
+        anchored,
+        advantage=lambda e: estimate(with_kl_in_reward(e)),
+        targets=lambda e: targets(with_kl_in_reward(e)),
+    )
+
+
+# ---- Without a critic -----------------------------------------------------------------------------------------------
+
+
+def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Algorithm:
+    """PPO's clipped objective on response rewards whitened over the batch, without a critic (Schulman 2017, eq. 7).
+
+    dual_clip bounds the loss of a negative advantage at a huge ratio (Ye 2020, eq. 5); 3 is common.
+    """
+    return Algorithm(
+        advantage=group(advantages.batch_normalized),
+        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregate=aggregate.token_mean,
+    )
+
+
+def reinforce_pp(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+    """REINFORCE++: reward-to-go with k1 in the reward, whitened over the batch's tokens (Hu 2025)."""
+    return dataclasses.replace(
+        ppo_clip(clip_low=clip_low, clip_high=clip_high),
+        advantage=lambda e: whiten(reward_to_go(with_kl_in_reward(e)), e),
+    )
+
+
+def reinforce_pp_baseline(*, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0) -> Algorithm:
+    """REINFORCE++ with baseline: group mean off, then scaled over the batch, k2 in the loss (Hu 2025)."""
+    return Algorithm(
+        advantage=group(advantages.group_centered_batch_normalized),
+        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, estimator=kl.k2),
         aggregate=aggregate.token_mean,
     )
 
 
 def grpo(*, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0) -> Algorithm:
-    """GRPO: z-score in the group, mean over tokens then over samples (Shao 2024, eq. 3)."""
+    """GRPO: z-score in the group, mean over tokens then over samples, k3 in the loss (Shao 2024, eq. 3)."""
     return Algorithm(
-        advantage=_group(advantages.group_normalized),
+        advantage=group(advantages.group_normalized),
         loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef),
         aggregate=aggregate.sequence_mean_token_mean,
     )
 
 
 def dr_grpo(*, max_new_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
-    """Dr. GRPO: GRPO less its two normalisers (Liu 2025, eq. 3); the budget, a constant, replaces the length."""
+    """Dr. GRPO: GRPO less its two normalisers (Liu 2025); the budget, a constant, replaces the length."""
     return Algorithm(
-        advantage=_group(advantages.group_centered),
+        advantage=group(advantages.group_centered),
         loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high),
         aggregate=partial(aggregate.constant_length, length=max_new_tokens),
     )
 
 
-def supervised() -> Algorithm:
-    """Maximum likelihood: REINFORCE with advantage 1 on completions that somebody else wrote."""
+def dapo(*, limit: int, margin: int, clip_low: float = 0.2, clip_high: float = 0.28) -> Algorithm:
+    """DAPO: higher upper wall, token mean, overlong shaping, no KL (Yu 2025).
+
+    limit and margin, in tokens: `advantages.overlong_penalty`. Resampling groups of equal rewards is the loop's part.
+    """
+    penalty = partial(advantages.overlong_penalty, limit=limit, margin=margin)
     return Algorithm(
-        advantage=lambda experience: jnp.ones_like(experience.rewards),
-        loss=lambda log_probs, batch: losses.reinforce(log_probs, jnp.ones_like(log_probs)),
+        advantage=lambda e: advantages.group_normalized(response_rewards(e) + penalty(lengths(e)), e.valid),
+        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high),
         aggregate=aggregate.token_mean,
     )
 
 
-def to_batch(algorithm: Algorithm, experience: Experience) -> Batch:
-    """Computes the advantages and lays the experience out as rows."""
-    rollout = experience.rollout
-    advantage = algorithm.advantage(experience)
-    if advantage.shape != rollout.tokens.shape:
-        advantage = jnp.broadcast_to(advantage.reshape(-1, 1), rollout.tokens.shape)
-    return Batch(
-        tokens=rollout.tokens,
-        token_mask=rollout.token_mask,
-        action_mask=rollout.action_mask,
-        log_probs=rollout.log_probs,
-        advantages=jax.lax.stop_gradient(advantage).astype(jnp.float32),
-        values=experience.values,
-        ref_log_probs=experience.ref_log_probs,
+def lite_ppo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+    """Lite PPO: the group's mean, but the batch's std, so that no prompt is weighed by its difficulty (Liu 2025)."""
+    return dataclasses.replace(
+        ppo_clip(clip_low=clip_low, clip_high=clip_high), advantage=group(advantages.group_centered_batch_scaled)
     )
 
 
-Policy = Callable[[dict, Batch], tuple[Array, Array]]  # (params, batch) -> log_probs [B, T], entropy [B, T]
+def pass_at_k(*, k: int, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+    """Pass@k training: GRPO for the reward "one of k is right" (Chen 2025)."""
+    return dataclasses.replace(grpo(clip_low=clip_low, clip_high=clip_high), advantage=group(advantages.pass_at_k, k=k))
 
 
-def make_loss_fn(algorithm: Algorithm, policy: Policy):
-    """Builds the loss function of `update.make_update` from an algorithm and a policy.
+def gdpo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+    """GDPO: GRPO for several rewards, each normalised by itself before they are added (Liu 2026)."""
+    return dataclasses.replace(
+        grpo(clip_low=clip_low, clip_high=clip_high),
+        advantage=lambda e: advantages.decoupled(e.scores, e.scores_valid),
+    )
 
-    Metrics are means over the actions of the batch: the entropy, and what the loss tells about itself. Where the
-    batch carries the log-probs it was sampled with, also `kl_old`, an estimate (k3) of KL(π_old ‖ π), and
-    `log_prob_gap` = mean |log π − log π_old|: in the first update after a rollout, the mismatch of sampler and trainer.
 
-    Args:
-      algorithm: its loss and aggregation.
-      policy: maps parameters and a batch to the log-probs of its tokens and the entropy at each, [B, T] float32.
+def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Algorithm:
+    """GSPO: GRPO with one length-normalised ratio for the response (Zheng 2025, eq. 5), or for each segment."""
+    return dataclasses.replace(
+        grpo(),
+        loss=lambda log_probs, batch: losses.gspo(
+            log_probs,
+            batch.log_probs,
+            batch.advantages,
+            batch.action_mask,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            segments=batch.segments,
+        ),
+    )
+
+
+def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> Algorithm:
+    """GMPO: GRPO with the geometric mean of clipped token ratios (Zhao 2025)."""
+    clip = partial(losses.gmpo, clip_low=clip_low, clip_high=clip_high)
+    return dataclasses.replace(
+        grpo(), loss=lambda log_probs, b: clip(log_probs, b.log_probs, b.advantages, b.action_mask)
+    )
+
+
+def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0) -> Algorithm:
+    """CISPO: the importance weight is clipped, the gradient of no token is lost (MiniMax 2025)."""
+    clip = partial(losses.cispo, clip_low=clip_low, clip_high=clip_high)
+    return Algorithm(
+        advantage=group(advantages.group_normalized),
+        loss=lambda log_probs, batch: clip(log_probs, batch.log_probs, batch.advantages),
+        aggregate=aggregate.token_mean,
+    )
+
+
+def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Algorithm:
+    """SAPO: GRPO with a soft gate in place of the clip (Gao 2025)."""
+    gate = partial(losses.sapo, temperature_positive=temperature_positive, temperature_negative=temperature_negative)
+    return dataclasses.replace(grpo(), loss=lambda log_probs, batch: gate(log_probs, batch.log_probs, batch.advantages))
+
+
+# ---- Changes to any of the above ------------------------------------------------------------------------------------
+
+
+def with_truncated_importance(algorithm: Algorithm, *, cap: float = 2.0) -> Algorithm:
+    """Corrects a sampler whose probabilities differ from the trainer's: see `ratios.truncated`."""
+    return _weighted(algorithm, partial(ratios.truncated, cap=cap))
+
+
+def with_icepop(algorithm: Algorithm, *, low: float = 0.5, high: float = 5.0) -> Algorithm:
+    """Drops tokens on which sampler and trainer disagree too much (IcePop): see `ratios.banded`."""
+    return _weighted(algorithm, partial(ratios.banded, low=low, high=high))
+
+
+# ---- The losses they share ------------------------------------------------------------------------------------------
+
+
+def _score_loss(log_probs: Array, batch: Batch):
+    return losses.reinforce(log_probs, batch.advantages)
+
+
+def _clip_loss(log_probs: Array, batch: Batch, *, kl_coef: float = 0.0, estimator=kl.k3, **clip):
+    loss, aux = _by_segment(partial(losses.ppo_clip, **clip), log_probs, batch, batch.segments)
+    if kl_coef == 0.0:
+        return loss, aux
+    penalty = estimator(log_probs, batch.ref_log_probs)
+    return loss + kl_coef * penalty, aux | {"kl_ref": penalty}
+
+
+def _penalty_loss(log_probs: Array, batch: Batch):
+    """Surrogate + β·KL(π_old ‖ π), the KL by k3 from the samples of π_old: in value and gradient unbiased there."""
+    loss, aux = losses.surrogate(log_probs, batch.log_probs, batch.advantages)
+    return loss + batch.kl_coef[:, None] * kl.k3(batch.log_probs, log_probs), aux
+
+
+def _by_segment(loss_fn: Callable, log_probs: Array, batch: Batch, ids: Array | None):
+    """Applies a loss of ratios to segments as actions: the ratio of a segment is that of its tokens' product.
+
+    Every token carries its segment's loss over the segment's length, so that sums count each segment once.
     """
+    if ids is None:
+        return loss_fn(log_probs, batch.log_probs, batch.advantages)
+    mask = batch.action_mask
+    total, size = partial(segments.total, segments=ids, mask=mask), segments.total(jnp.ones_like(log_probs), ids, mask)
+    loss, aux = loss_fn(total(log_probs), total(batch.log_probs), batch.advantages)
+    return loss / jnp.maximum(size, 1.0), aux
 
-    def loss_fn(params, batch: Batch) -> tuple[Weighted, dict[str, Weighted]]:
-        log_probs, entropy = policy(params, batch)
-        # What is no action must not reach the loss: an infinity times a masked zero would be a NaN gradient.
-        log_probs = jnp.where(batch.action_mask, log_probs, 0.0)
-        loss, aux = algorithm.loss(log_probs, batch)
-        aux = aux | {"entropy": entropy}
-        if batch.log_probs is not None:
-            aux["kl_old"] = kl.k3(batch.log_probs, log_probs)
-            aux["log_prob_gap"] = jnp.abs(log_probs - batch.log_probs)
-        mean = partial(aggregate.token_mean, mask=batch.action_mask)
-        metrics = {name: mean(jax.lax.stop_gradient(x.astype(jnp.float32))) for name, x in aux.items()}
-        return algorithm.aggregate(loss, batch.action_mask), metrics
 
-    return loss_fn
+def _weighted(algorithm: Algorithm, weight: Callable[[Array, Array], Array]) -> Algorithm:
+    """Multiplies the loss by weight(trainer's log-probs, sampler's log-probs) of the policy that sampled."""
+    inner: PolicyLoss = algorithm.loss
+
+    def loss(log_probs, batch):
+        if batch.sampler_log_probs is None:
+            raise ValueError("sampler_log_probs is None: give the experience `trainer_log_probs`, recomputed at π_old")
+        per_token, aux = inner(log_probs, batch)
+        weights = weight(batch.log_probs, batch.sampler_log_probs)
+        return per_token * weights, aux | {"sampler_weight": weights}
+
+    return dataclasses.replace(algorithm, loss=loss)

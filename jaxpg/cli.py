@@ -1,5 +1,8 @@
 """The command line of an experiment: options from a dataclass, and mistakes told in one line."""
 
+import contextlib
+import io
+import re
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,8 +23,8 @@ def main(
 ) -> None:
     """Parses options, prepares and runs.
 
-    A ValueError in `prepare` is the user's mistake: it is printed as one line and the process exits with 2, before
-    anything is compiled or written. An error in `run` is ours and shows its traceback.
+    An option that cannot be parsed, or a ValueError in `prepare`, is the user's mistake: it is printed as one line and
+    the process exits with 2, before anything is compiled or written. An error in `run` is ours and shows its traceback.
 
     Args:
       config: dataclass of options.
@@ -30,10 +33,28 @@ def main(
       description: shown by --help.
       args: default the command line.
     """
-    options = tyro.cli(config, description=description, args=args)
+    said = io.StringIO()
     try:
+        with contextlib.redirect_stderr(said):
+            options = tyro.cli(config, description=description, args=args)
         prepared = prepare(options)
+    except SystemExit as stop:  # --help ends here too, with code 0 and nothing on stderr
+        if stop.code:
+            _refuse(_one_line(said.getvalue()))
+        raise
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(str(error))
     run(prepared)
+
+
+def _refuse(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _one_line(box: str) -> str:
+    """Takes the words out of tyro's framed message, without its help texts."""
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    sections = re.split("─{3,}", " ".join(line for line in lines if line))
+    kept = [part.strip(" .") for part in sections if not part.strip().startswith(("For full", "Argument helptext"))]
+    return "; ".join([*kept, "--help lists all options"])

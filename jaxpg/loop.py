@@ -7,7 +7,7 @@ stopped after k steps and restored the state continues exactly as if it had neve
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,28 +97,38 @@ class Prompts:
     problems: Sequence[Any]  # P of the task's own type
 
 
+class Scores(NamedTuple):
+    """What the scorer says about the samples of P prompts."""
+
+    rewards: np.ndarray  # [P, G] float32
+    valid: np.ndarray  # [P, G] bool, False where no scorer applied; its reward is not read
+
+
 def policy_gradient_step(
     *,
     prompts: Callable[[int], Prompts],
     sample: Callable[[dict, Array, Array, Array], Rollout],
-    score: Callable[[Sequence[Any], Rollout], np.ndarray],
-    experience: Callable[[TrainState, Rollout, np.ndarray], Experience],
+    score: Callable[[Sequence[Any], Rollout], Scores],
+    experience: Callable[[TrainState, Rollout, Scores], Experience],
     to_batch: Callable[[Experience], Batch],
     update: Update,
     epochs: int = 1,
     minibatches: int = 1,
+    adapt: Update | None = None,
 ) -> Step:
     """Makes the step of every on-policy method: sample → score → advantage → epochs × minibatches of updates.
 
     Args:
       prompts: iteration -> Prompts.
       sample: (params, tokens, mask, key) -> Rollout; jitted.
-      score: (problems, rollout) -> rewards [P, G]; on the host.
-      experience: (state, rollout, rewards) -> Experience; adds what the algorithm wants, e.g. values.
+      score: (problems, rollout) -> Scores; on the host. Its step raises ValueError for a reward that is not finite.
+      experience: (state, rollout, scores) -> Experience; adds what the algorithm wants, e.g. values.
       to_batch: computes advantages; jitted.
       update: jitted.
       epochs: passes over each rollout.
       minibatches: updates a pass; the rows are shuffled anew for each pass.
+      adapt: (state, batch) -> (state, metrics) after the last update of a rollout, e.g. of `update.make_kl_adaptation`;
+        jitted.
     """
     take = jax.jit(_take_rows, static_argnames="count")
 
@@ -128,9 +138,10 @@ def policy_gradient_step(
         asked = prompts(k)
         rollout = jax.block_until_ready(sample(state.params, asked.tokens, asked.mask, jax.random.fold_in(key, 0)))
         clock.lap("sample")
-        rewards = score(asked.problems, rollout)
+        scores = score(asked.problems, rollout)
+        _check_finite(scores)
         clock.lap("score")
-        batch = to_batch(experience(state, rollout, rewards))
+        batch = to_batch(experience(state, rollout, scores))
         total, first = None, None
         for order_key, index in _minibatches(jax.random.fold_in(key, 1), epochs, minibatches):
             part = batch if minibatches == 1 else take(batch, order_key, index, count=minibatches)
@@ -139,30 +150,45 @@ def policy_gradient_step(
             total = metrics_lib.add(total, metrics)
         row = metrics_lib.to_floats(total)
         row["log_prob_gap"] = metrics_lib.to_floats(first)["log_prob_gap"]  # later updates are off policy by design
+        if adapt is not None:
+            state, metrics = adapt(state, batch)
+            row |= metrics_lib.to_floats(metrics)
         clock.lap("update")
-        return state, describe(rollout, rewards) | row | clock.row()
+        return state, describe(rollout, scores) | row | clock.row()
 
     return step
 
 
-def describe(rollout: Rollout, rewards: np.ndarray) -> Row:
+def describe(rollout: Rollout, scores: Scores) -> Row:
     """Says in numbers what was sampled: rewards, groups without a signal, lengths, cut completions.
 
     Args:
       rollout: of B rows.
-      rewards: [P, G].
+      scores: of the same samples, [P, G].
     """
     lengths = np.asarray(rollout.action_mask).sum(-1)
     cut = np.asarray(rollout.stop_reason) == StopReason.BUDGET
+    rewards = np.ma.masked_array(scores.rewards, ~scores.valid)
     return {
-        "reward": float(np.mean(rewards)),
-        "reward_std": float(np.std(rewards)),
-        "zero_variance_groups": float(np.mean(np.ptp(rewards, axis=-1) == 0)),
+        "reward": float(np.ma.filled(rewards.mean(), 0.0)),
+        "reward_std": float(np.ma.filled(rewards.std(), 0.0)),
+        "scored": float(np.mean(scores.valid)),
+        "zero_variance_groups": float(np.mean(np.ma.filled(np.ma.ptp(rewards, axis=-1), 0.0) == 0)),
         "completion_length": float(lengths.mean()),
         "completion_length_max": float(lengths.max()),
         "cut_completions": float(cut.mean()),
         "completion_tokens": int(lengths.sum()),
     }
+
+
+def _check_finite(scores: Scores) -> None:
+    bad = np.argwhere(scores.valid & ~np.isfinite(scores.rewards))
+    if len(bad):
+        prompt, sample = bad[0]
+        raise ValueError(
+            f"score: reward {scores.rewards[prompt, sample]} for sample {sample} of prompt {prompt}, one of {len(bad)} "
+            "that are not finite: mend the scorer, or set valid=False where it does not apply"
+        )
 
 
 def _minibatches(key: Array, epochs: int, minibatches: int) -> Iterator[tuple[Array, int]]:

@@ -145,8 +145,8 @@ def gmpo(log_probs, old_log_probs, advantages, mask, *, clip_low: float = 0.4, c
         loss_t = −exp(1/|o| Σ_t c_t)·A for every token t of the response
 
     Clipping is per token and in log space, before the mean; with one token a response it is `ppo_clip`
-    between the walls e^{−clip_low} and e^{clip_high}. Source: Zhao et al. 2025 (GMPO), eq. 4, walls
-    (e^{−0.4}, e^{0.4}).
+    between the walls e^{−clip_low} and e^{clip_high}. Source: Zhao et al. 2025 (GMPO), its clipped objective,
+    walls (e^{−0.4}, e^{0.4}).
 
     Args:
       log_probs: [..., T]; carries gradient at True positions.

@@ -13,7 +13,7 @@ from jaxpg.types import Array
 Axis = int | tuple[int, ...] | None
 
 
-def fill(x, mask, value: float = 0.0) -> Array:
+def fill(x, mask, *, value: float = 0.0) -> Array:
     """Replaces x at masked positions.
 
         y_t = x_t where mask_t, else value

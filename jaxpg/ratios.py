@@ -97,6 +97,7 @@ def truncated(log_probs, sampler_log_probs, *, cap: float) -> Array:
       ValueError: if shapes differ or `cap` is not positive.
     """
     checks.positive("cap", cap)
+    checks.same_shape(log_probs=log_probs, sampler_log_probs=sampler_log_probs)
     return jax.lax.stop_gradient(jnp.minimum(token(log_probs, sampler_log_probs), cap))
 
 
@@ -123,8 +124,10 @@ def banded(log_probs, sampler_log_probs, *, low: float = 0.5, high: float = 5.0)
     """
     checks.non_negative("low", low)
     checks.at_least("high", high, low)
+    checks.same_shape(log_probs=log_probs, sampler_log_probs=sampler_log_probs)
     weight = token(log_probs, sampler_log_probs)
-    return jax.lax.stop_gradient(jnp.where((weight >= low) & (weight <= high), weight, 0.0))
+    # Compared for being outside: a NaN must come out as one.
+    return jax.lax.stop_gradient(jnp.where((weight < low) | (weight > high), 0.0, weight))
 
 
 def log_ratio(log_probs, old_log_probs) -> Array:

@@ -49,3 +49,27 @@ def draw_curves(path: Path, curves: dict[str, dict[str, tuple[Sequence[float], S
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def draw_points(path: Path, points: dict[str, dict[str, tuple[float, float]]], *, x: str, y: str):
+    """Draws one panel per entry, with its named points; y is logarithmic.
+
+    Args:
+      path: of the picture.
+      points: panel title -> point name -> (x, y).
+      x: what the horizontal axis shows.
+      y: what the vertical axis shows.
+    """
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(7.5 * len(points), 6.5), layout="constrained")
+    for axes, (panel, named) in zip(figure.subplots(1, len(points), squeeze=False)[0], points.items(), strict=True):
+        for i, (name, (horizontal, vertical)) in enumerate(sorted(named.items(), key=lambda item: item[1])):
+            axes.scatter(horizontal, vertical, s=18)
+            # Neighbours get their names on different sides, or they would hide each other.
+            offset, side = ((6, 0), "left") if i % 2 == 0 else ((-6, 0), "right")
+            axes.annotate(name, (horizontal, vertical), offset, textcoords="offset points", fontsize=7, ha=side)
+        axes.set(title=panel, xlabel=x, ylabel=y, yscale="log")
+        axes.margins(0.25)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

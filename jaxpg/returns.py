@@ -162,10 +162,11 @@ def segment_gae(
     Raises:
       ValueError: if shapes or dtypes do not match, or `discount` or `lambda_` leaves [0, 1].
     """
+    checks.has_axis("rewards", rewards, "token")
+    segment_rewards = segments_lib.total(rewards, segments, mask)
     # The first token stands for its segment: the others are masked, and skipped like any other token off the
     # mask.
     first = segments_lib.first(segments, mask)
-    segment_rewards = segments_lib.total(rewards, segments, mask)
     advantages = gae(segment_rewards, values, first, discount=discount, lambda_=lambda_, bootstrap=bootstrap)
     return segments_lib.total(advantages, segments, mask)
 

@@ -138,7 +138,8 @@ def first(segments, mask) -> Array:
     Raises:
       ValueError: if `mask` is not boolean, `segments` not integer, or shapes differ.
     """
-    _, segments, mask = _arrays(segments, segments, mask)
+    mask = _mask(mask)
+    segments = checks.integer("segments", segments, mask.shape)
     seen = jax.lax.cummax(jnp.where(mask, segments, -1), axis=segments.ndim - 1)
     return mask & (segments > _shift(seen, 1, fill=-1))
 
@@ -156,7 +157,8 @@ def last(segments, mask) -> Array:
     Raises:
       ValueError: if `mask` is not boolean, `segments` not integer, or shapes differ.
     """
-    _, segments, mask = _arrays(segments, segments, mask)
+    mask = _mask(mask)
+    segments = checks.integer("segments", segments, mask.shape)
     beyond = jnp.iinfo(segments.dtype).max
     ahead = jax.lax.cummin(jnp.where(mask, segments, beyond), axis=segments.ndim - 1, reverse=True)
     return mask & (segments < _shift(ahead, -1, fill=beyond))

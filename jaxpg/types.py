@@ -44,10 +44,16 @@ class Experience:
     rollout: Rollout
     rewards: Array  # [P, G] float32, one outcome reward a sample
     valid: Array  # [P, G] bool, False where no scorer applied
-    token_rewards: Array | None = None  # [B, T] float32, rewards of single tokens or steps
+    token_rewards: Array | None = None  # [B, T] float32, rewards of single tokens or steps, besides `rewards`
+    scores: Array | None = None  # [P, G, K] float32, the rewards of K scorers apart (GDPO)
+    scores_valid: Array | None = None  # [P, G, K] bool, where each scorer applied; None for everywhere
     greedy_rewards: Array | None = None  # [P] float32, reward of the greedy completion (ReMax)
     values: Array | None = None  # [B, T] float32, the critic's V before each action
+    bootstrap: Array | None = None  # [B] float32, the critic's V after the last action of a response that was cut
+    segments: Array | None = None  # [B, T] int32, the action each token belongs to; None for a token each
     ref_log_probs: Array | None = None  # [B, T] float32, of the reference policy
+    trainer_log_probs: Array | None = None  # [B, T] float32, the rollout's as the trainer computes them, if recomputed
+    kl_coef: Array | None = None  # [] float32, the KL coefficient β, for a KL penalty in the reward
 
 
 @_pytree
@@ -58,11 +64,13 @@ class Batch:
     token_mask: Array  # [B, T] bool
     action_mask: Array  # [B, T] bool
     log_probs: Array | None = None  # [B, T] float32, of the policy that sampled (π_old)
+    sampler_log_probs: Array | None = None  # [B, T] float32, the sampler's own, where the trainer recomputed log_probs
     advantages: Array | None = None  # [B, T] float32
     segments: Array | None = None  # [B, T] int32, the action each token belongs to
     returns: Array | None = None  # [B, T] float32, the critic's targets
     values: Array | None = None  # [B, T] float32, the critic's predictions when the rollout was made
     ref_log_probs: Array | None = None  # [B, T] float32, of the reference policy
+    kl_coef: Array | None = None  # [B] float32, the train state's β on every row; `update` fills it in
 
 
 @_pytree

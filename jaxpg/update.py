@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpg import aggregate, kl
+from jaxpg.objective import Outputs, Policy, clear
 from jaxpg.train_state import TrainState
 from jaxpg.types import Array, Batch, Weighted
 
@@ -52,6 +54,7 @@ def make_update(
 
     Args:
       loss_fn: (params, batch) -> (Weighted loss, dict of Weighted metrics). The weight must not depend on params.
+        The batch it sees carries the state's `kl_coef`.
       optimizer: applied to the mean gradient.
       num_microbatches: parts that a batch's rows are cut into, to save memory.
 
@@ -74,6 +77,8 @@ def make_update(
         return grads, aux
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        # On every row, so that the batch may still be cut anywhere.
+        batch = dataclasses.replace(batch, kl_coef=jnp.broadcast_to(state.kl_coef, batch.tokens.shape[:1]))
         summed = gradient_sum(gradient, state.params, batch, num_microbatches)
         grads, (loss, metrics) = summed
         scale = jnp.where(loss.weight == 0, 0.0, 1.0 / jnp.where(loss.weight == 0, 1.0, loss.weight))
@@ -88,6 +93,49 @@ def make_update(
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update
+
+
+def kl_to_old(log_probs: Array, batch: Batch) -> Weighted:
+    """Estimates the mean KL(π_old ‖ π) of a token from the samples of π_old (k3, nats)."""
+    return aggregate.token_mean(kl.k3(batch.log_probs, log_probs), batch.action_mask)
+
+
+def make_kl_adaptation(
+    policy: Policy,
+    controller: Callable[[Array, Array], Array],
+    *,
+    measure: Callable[[Array, Batch], Weighted] = kl_to_old,
+    num_microbatches: int = 1,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Builds the function that moves the state's KL coefficient once the updates of a rollout are done.
+
+        β ← controller(β, KL)
+
+    It measures the policy as it is after the updates, which the updates' own metrics never see.
+
+    Args:
+      policy: as given to `objective.make_loss_fn`.
+      controller: (coef, kl) -> coef, e.g. `partial(kl.double_or_halve, low=..., high=...)` (Schulman 2017, section 4)
+        or `partial(kl.proportional, target=..., horizon=..., batch=...)` (Ziegler 2019).
+      measure: (log_probs [B, T] of the policy now, batch) -> mean KL as Weighted. A measure that does not read its
+        first argument costs no forward pass.
+      num_microbatches: as of `make_update`.
+
+    Returns:
+      A function to jit, donating its state. Its metrics are `kl_measured` and `kl_coef`, the new one.
+    """
+
+    def measured(params, batch: Batch) -> Weighted:
+        log_probs = jnp.where(batch.action_mask, Outputs(*policy(params, batch)).log_probs, 0.0)
+        return measure(log_probs, clear(batch))
+
+    def adapt(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        found = gradient_sum(measured, state.params, batch, num_microbatches)
+        coef = controller(state.kl_coef, found.mean)
+        metrics = {"kl_measured": found, "kl_coef": Weighted(coef, jnp.float32(1))}
+        return dataclasses.replace(state, kl_coef=coef), metrics
+
+    return adapt
 
 
 def gradient_sum(gradient: Callable, params, batch: Batch, num_microbatches: int):

@@ -1,4 +1,8 @@
-"""Critic losses: per token, unreduced, for an aggregator of `aggregate`."""
+"""Critic losses: per token, unreduced, for an aggregator of `aggregate`.
+
+They take no mask and are pointwise: set values and returns to 0 off the actions beforehand (`masked.fill`), as
+the training loop does, so that no NaN there reaches the parameters.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +38,8 @@ def clipped(values, old_values, returns, *, clip: float) -> Array:
         loss_t = ½·max((V_t − R_t)², (V_old,t + clip(V_t − V_old,t, ±clip) − R_t)²)
 
     The gradient is 0 where the prediction has moved by more than `clip` towards the target.
-    Source: the PPO implementation of Dhariwal et al. 2017 (OpenAI Baselines); Ouyang et al. 2022 uses it too.
+    Source: the PPO implementation of Dhariwal et al. 2017 (OpenAI Baselines); Engstrom et al. 2020
+    (Implementation Matters), "value function clipping".
 
     Args:
       values: [..., T] predictions; carries gradient.

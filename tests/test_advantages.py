@@ -59,6 +59,8 @@ CENTERED = [name for name in GROUPED if name != "opo"]
         (advantages.leave_one_out, 1.0, -0.333333),
         (advantages.mean_normalized, 3.0, -1.0),
         (opo, 0.5, -0.5),
+        (greedy, 0.75, -0.25),
+        (lambda r: advantages.greedy_baseline(r, jnp.float32(1.0)), 0.0, -1.0),
     ],
 )
 def test_golden_table(advantage, right, wrong):
@@ -144,6 +146,33 @@ def test_laws_of_groups(rewards, shift, scale):
         np.testing.assert_allclose(advantages.group_normalized(moved), z, atol=1e-3)
         np.testing.assert_allclose(z, (rewards - rewards.mean()) / rewards.std(), atol=1e-3)
     np.testing.assert_allclose(advantages.group_centered(rewards[::-1]), centered[::-1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "power", "shift_invariant"),
+    [
+        *[(name, 1, True) for name in ("group_centered", "leave_one_out", "opo")],
+        *[(name, 0, True) for name in ("group_normalized", "group_normalized_epsilon_0", "batch_normalized", "gdpo")],
+        *[(name, 0, True) for name in ("group_centered_batch_normalized", "group_centered_batch_scaled")],
+        ("maxrl", 0, False),
+    ],
+)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 99), shift=st.floats(-3, 3), scale=st.floats(0.5, 4))
+def test_a_positive_scale_and_a_shift_of_the_rewards(name, power, shift_invariant, seed, shift, scale):
+    rewards = np.random.default_rng(seed).uniform(0.1, 1, (2, 4)).astype(np.float32)
+    moved = np.float32(scale) * rewards + np.float32(shift if shift_invariant else 0)
+    expected = scale**power * ALL[name](rewards)
+    np.testing.assert_allclose(ALL[name](moved), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "opo"])  # whose lengths belong to the samples
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 99), order=st.permutations(range(4)))
+def test_order_of_samples_and_of_groups(name, seed, order):
+    rewards = np.random.default_rng(seed).uniform(0.1, 1, (2, 4)).astype(np.float32)
+    moved = ALL[name](rewards[::-1, order])
+    np.testing.assert_allclose(moved, ALL[name](rewards)[::-1, np.array(order)], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CENTERED)

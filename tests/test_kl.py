@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpg import kl
 
@@ -64,6 +66,19 @@ def test_expected_gradients_as_losses(name, x64):
     np.testing.assert_allclose(got, expected, atol=1e-12)
     if name != "k1":
         assert np.max(np.abs(expected)) > 0.05
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(d=st.integers(-300, 300).map(lambda i: i / 50))
+def test_laws_of_the_estimators(d):
+    """k1 changes sign with d, k2 does not, k3 is never negative and exceeds k2 where π finds a token less likely."""
+    forth, back = jnp.float32(d), jnp.float32(-d)
+    zero = jnp.float32(0.0)
+    np.testing.assert_array_equal(kl.k1(forth, zero), -kl.k1(back, zero))
+    np.testing.assert_array_equal(kl.k2(forth, zero), kl.k2(back, zero))
+    assert kl.k3(forth, zero) >= -1e-6
+    assert (kl.k3(forth, zero) > kl.k2(forth, zero)) == (d < 0) or abs(d) < 1e-2
+    np.testing.assert_allclose(kl.k3(forth, zero), np.exp(-np.float64(d)) + d - 1, rtol=1e-5, atol=1e-6)
 
 
 def test_k3_second_derivative_at_zero_is_one():

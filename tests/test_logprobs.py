@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpg import logprobs
 
@@ -44,6 +46,22 @@ def test_entropy_of_the_tempered_distribution(temperature):
     got = logprobs.entropy(LOGITS, temperature=temperature)
     np.testing.assert_allclose(got[:, 1:], expected[:, :-1], rtol=1e-5)
     np.testing.assert_array_equal(got[:, 0], np.zeros(2))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 999), temperature=st.floats(0.3, 3), scale=st.sampled_from([1e-3, 1.0, 30.0]))
+def test_laws_of_a_distribution(seed, temperature, scale):
+    """Probabilities add up to 1, entropy is minus their mean log, in [0, log V], and a shift of logits does nothing."""
+    logits = np.random.default_rng(seed).normal(size=(2, 5)).astype(np.float32) * np.float32(scale)
+    every_next = np.broadcast_to(logits, (5, 2, 5))
+    tokens = np.stack([np.zeros(5, int), np.arange(5)], axis=-1)
+    log_p = logprobs.token_log_probs(every_next, tokens, temperature=temperature)[:, 1]
+    np.testing.assert_allclose(jnp.sum(jnp.exp(log_p)), 1.0, rtol=1e-5)
+    entropy = logprobs.entropy(logits, temperature=temperature)[1]
+    np.testing.assert_allclose(entropy, -jnp.sum(jnp.exp(log_p) * log_p), rtol=1e-4, atol=1e-5)
+    assert 0 <= entropy <= np.log(5) + 1e-6
+    moved = logprobs.token_log_probs(every_next + 3, tokens, temperature=temperature)[:, 1]
+    np.testing.assert_allclose(moved, log_p, rtol=1e-4, atol=1e-4)
 
 
 def test_entropy_is_never_negative_and_at_most_log_v():

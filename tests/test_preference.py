@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpg import preference
 
@@ -81,6 +83,22 @@ def test_ipo_golden_and_its_optimum():
     np.testing.assert_allclose(loss, (GAP - 2.0) ** 2, rtol=1e-5)
     at_optimum = jax.grad(lambda c: preference.ipo(c, 0.0, 0.0, 0.0, beta=0.25)[0])(2.0)
     assert at_optimum == 0
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 999), shift=st.floats(-5, 5))
+def test_only_differences_of_log_ratios_count(seed, shift):
+    """A prompt that all four numbers share drops out, and so does one that policy and reference share."""
+    pairs = np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)
+    chosen, rejected, ref_chosen, ref_rejected = pairs
+    shift = np.float32(shift)
+    for loss in LOSSES.values():
+        expected = loss(*pairs)[0]
+        np.testing.assert_allclose(loss(*(pairs + shift))[0], expected, rtol=1e-4, atol=1e-4)
+        moved = loss(chosen + shift, rejected, ref_chosen + shift, ref_rejected)[0]
+        np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-4)
+        tilted = loss(chosen + shift, rejected + shift, ref_chosen, ref_rejected)[0]
+        np.testing.assert_allclose(tilted, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sequence_log_probs_reads_the_response_alone():

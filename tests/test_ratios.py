@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpg import ratios, segments
 
@@ -55,6 +57,30 @@ def test_garbage_off_the_mask_does_not_matter(name, garbage):
     assert np.all(dirty[1][MASK] != 0)
 
 
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 999))
+def test_laws_of_granularity(seed):
+    """A segment's product is its mean to the power of its size, and the product of its tokens' ratios."""
+    rng = np.random.default_rng(seed)
+    new, old = -rng.random((2, 2, 6)).astype(np.float32)
+    mask = rng.random((2, 6)) < 0.7
+    steps = np.where(mask, (np.cumsum(mask, axis=-1) - 1) // 2, -1).astype(np.int32)
+    size = segments.total(np.ones((2, 6)), steps, mask)
+    product, mean = (f(new, old, steps, mask) for f in (ratios.segment_product, ratios.segment_mean))
+    np.testing.assert_allclose(product, mean**size, rtol=1e-5)
+    whole = ratios.segment_product(new, old, segments.response(mask), mask)
+    by_hand = np.prod(np.where(mask, np.exp(new - old), 1.0), axis=-1, keepdims=True)
+    np.testing.assert_allclose(whole, np.where(mask, by_hand, 1.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "weights", [lambda lp: ratios.truncated(lp, OLD, cap=1.2), lambda lp: ratios.banded(lp, OLD, low=0.8, high=1.4)]
+)
+def test_a_nan_that_counts_stays_visible(weights):
+    """A token with a broken log-prob must not pass for one that was dropped."""
+    np.testing.assert_array_equal(np.isnan(weights(NEW.at[0, 1].set(jnp.nan))), np.arange(8).reshape(2, 4) == 1)
+
+
 def test_truncated_weights():
     got = ratios.truncated(NEW, OLD, cap=1.2)
     np.testing.assert_allclose(got, np.minimum(np.exp(D), 1.2), rtol=1e-5)
@@ -95,6 +121,7 @@ def test_leading_axes_are_free(name):
         (lambda: ratios.token(NEW, OLD[0]), r"old_log_probs has shape \(4,\): must be \(2, 4\)"),
         (lambda: ratios.segment_mean(NEW, OLD, STEPS, MASK * 1.0), "mask has dtype float32: must be bool"),
         (lambda: ratios.segment_product(NEW, OLD, D, MASK), "segments has dtype float32: must be integer"),
+        (lambda: ratios.truncated(NEW, OLD[0], cap=1.0), r"sampler_log_probs has shape \(4,\): must be \(2, 4\)"),
         (lambda: ratios.truncated(NEW, OLD, cap=0), "cap=0: must be greater than 0"),
         (lambda: ratios.banded(NEW, OLD, low=-1), "low=-1: must be 0 or greater"),
         (lambda: ratios.banded(NEW, OLD, low=2, high=1), "high=1: must be at least 2"),

@@ -154,10 +154,13 @@ class JitTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     @parameterized.named_parameters(
         ("token", lambda: segments.token(MASK)),
+        ("response", lambda: segments.response(MASK)),
         ("steps", lambda: segments.steps(jnp.where(MASK, X.astype(jnp.int32), 3), MASK, delimiter=(2,))),
+        ("total", lambda: segments.total(X, STEPS, MASK)),
         ("mean", lambda: segments.mean(X, STEPS, MASK)),
         ("first", lambda: segments.first(STEPS, MASK)),
         ("last", lambda: segments.last(STEPS, MASK)),
+        ("place_outcome", lambda: segments.place_outcome(X[:, 1], MASK)),
         ("place_steps", lambda: segments.place_steps(X, STEPS, MASK)),
     )
     def test_same_with_and_without_jit(self, call):

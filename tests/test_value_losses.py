@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpg import value_losses
 
@@ -41,6 +43,20 @@ def test_clipped_is_never_below_squared_and_equals_it_with_a_wide_clip():
     np.testing.assert_allclose(wide, value_losses.squared(VALUES, RETURNS), rtol=1e-6)
     gradient = jax.grad(lambda v: jnp.sum(value_losses.clipped(v, OLD, RETURNS, clip=100.0)))(VALUES)
     np.testing.assert_allclose(gradient, VALUES - RETURNS, rtol=1e-6)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(numbers=st.tuples(*[st.integers(-48, 48)] * 3))
+def test_clipped_equals_its_definition(numbers):
+    """½·max of the two squares; the gradient is that of `squared` or 0, and 0 only for a move towards the target."""
+    value, old, target = np.float32(numbers) / 16
+    loss, gradient = jax.value_and_grad(lambda v: value_losses.clipped(v, old, target, clip=0.5))(jnp.float32(value))
+    near = old + np.clip(value - old, -0.5, 0.5)
+    np.testing.assert_allclose(loss, 0.5 * max((value - target) ** 2, (near - target) ** 2), rtol=1e-5)
+    if abs(near - target) > abs(value - target) + 1e-5:
+        assert gradient == 0 and (value - old) * (target - old) > 0
+    elif abs(value - target) > abs(near - target) + 1e-5 or value == near:
+        np.testing.assert_allclose(gradient, value - target, rtol=1e-5)
 
 
 def test_proximal_penalty():

@@ -1,0 +1,82 @@
+"""What the advantages of `algorithms` read from an experience: rewards, lengths, returns."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jaxpg import kl, masked, returns, segments
+from jaxpg.types import Array, Experience
+
+
+def with_kl_in_reward(experience: Experience) -> Experience:
+    """Subtracts β·k1 from every token's reward; unchanged without `ref_log_probs`. β is `experience.kl_coef`."""
+    if experience.ref_log_probs is None:
+        return experience
+    mask = experience.rollout.action_mask
+    penalty = experience.kl_coef * kl.k1(
+        masked.fill(experience.rollout.log_probs, mask), masked.fill(experience.ref_log_probs, mask)
+    )
+    rewards = 0.0 if experience.token_rewards is None else experience.token_rewards
+    return dataclasses.replace(experience, token_rewards=rewards - penalty)
+
+
+def response_rewards(experience: Experience) -> Array:
+    """The whole return of each sample [P, G]: its outcome and the rewards of its tokens."""
+    rewards = jnp.where(experience.valid, experience.rewards, 0.0)
+    if experience.token_rewards is None:
+        return rewards
+    summed = masked.sum(experience.token_rewards, experience.rollout.action_mask, axis=-1)
+    return rewards + summed.reshape(rewards.shape)
+
+
+def token_rewards(experience: Experience) -> Array:
+    """The rewards as a sequence [B, T]: the outcome on the last action, besides what the tokens have."""
+    rewards = jnp.where(experience.valid, experience.rewards, 0.0)
+    placed = segments.place_outcome(rewards.reshape(-1), experience.rollout.action_mask)
+    return placed if experience.token_rewards is None else placed + experience.token_rewards
+
+
+def group(advantage: Callable[..., Array], **options) -> Callable[[Experience], Array]:
+    """Lifts a function of grouped rewards to one of an experience."""
+    return lambda experience: advantage(response_rewards(experience), experience.valid, **options)
+
+
+def lengths(experience: Experience) -> Array:
+    """Action tokens of each sample [P, G]."""
+    return masked.count(experience.rollout.action_mask, axis=-1).reshape(experience.rewards.shape)
+
+
+def whiten(advantages: Array, experience: Experience) -> Array:
+    """Whitens [B, T] over the actions of all samples that have a reward (`masked.whiten`)."""
+    return masked.whiten(advantages, experience.rollout.action_mask & experience.valid.reshape(-1, 1))
+
+
+def reward_to_go(experience: Experience, *, discount: float = 1.0) -> Array:
+    """See `returns.reward_to_go`. [B, T]."""
+    return returns.reward_to_go(token_rewards(experience), experience.rollout.action_mask, discount=discount)
+
+
+def n_step(experience: Experience, *, n: int, discount: float) -> Array:
+    """See `returns.n_step`. [B, T]."""
+    e, mask = experience, experience.rollout.action_mask
+    return returns.n_step(token_rewards(e), e.values, mask, n=n, discount=discount, bootstrap=e.bootstrap)
+
+
+def gae(experience: Experience, *, discount: float, lambda_: float) -> Array:
+    """See `returns.gae`, and `returns.segment_gae` where the experience carries segments. [B, T]."""
+    e, mask = experience, experience.rollout.action_mask
+    options = {"discount": discount, "lambda_": lambda_, "bootstrap": e.bootstrap}
+    if e.segments is None:
+        return returns.gae(token_rewards(e), e.values, mask, **options)
+    # The critic's V is read before each segment's first token, and stands for the whole segment.
+    return returns.segment_gae(token_rewards(e), e.values, e.segments, mask, **options)
+
+
+def critic_targets(advantages: Array, experience: Experience) -> Array:
+    """What the critic is to predict [B, T]: A + V, before the first token of each action; elsewhere V as it is."""
+    e = experience
+    targets = advantages + e.values
+    if e.segments is None:
+        return targets
+    return jnp.where(segments.first(e.segments, e.rollout.action_mask), targets, e.values)
