@@ -164,4 +164,5 @@ def test_mistakes_on_the_command_line_are_one_line(whole):
         assert len(result.stderr.strip().splitlines()) == 1
     result = launch(whole, "--temprature", "1")
     assert result.returncode == 2 and "--temprature" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
     assert (whole / "metrics.jsonl").read_bytes() == before
