@@ -46,11 +46,8 @@ from jaxpg.experience import (
     whiten,
     with_kl_in_reward,
 )
-from jaxpg.objective import Algorithm, Outputs, Policy, PolicyLoss, make_loss_fn, to_batch
+from jaxpg.objective import Algorithm, Outputs, Policy, PolicyLoss, make_loss_fn, to_batch  # noqa: F401, public here
 from jaxpg.types import Array, Batch, Experience
-
-__all__ = ["Algorithm", "Outputs", "Policy", "make_loss_fn", "to_batch"]  # besides the ladder below
-
 
 # ---- REINFORCE and its baselines ------------------------------------------------------------------------------------
 
@@ -209,13 +206,11 @@ def ppo(
 
 def rlhf(**options) -> Algorithm:
     """RLHF: `ppo` on r_t − β·k1_t, anchored to the reference policy (Ouyang 2022); β is `Experience.kl_coef`."""
-    anchored = ppo(**options)
-    estimate = anchored.advantage
-    targets = anchored.targets
+    plain = ppo(**options)
     return dataclasses.replace(
-        anchored,
-        advantage=lambda e: estimate(with_kl_in_reward(e)),
-        targets=lambda e: targets(with_kl_in_reward(e)),
+        plain,
+        advantage=lambda e: plain.advantage(with_kl_in_reward(e)),
+        targets=lambda e: plain.targets(with_kl_in_reward(e)),
     )
 
 

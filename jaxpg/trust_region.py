@@ -163,8 +163,8 @@ def conjugate_gradient(matvec: Callable, b, *, iterations: int = 10, tolerance: 
 
     Stops after `iterations` products, once ‖b − A·x‖ <= tolerance·‖b‖, or at a direction along which A is not
     positive, where it keeps what it has. b = 0 and a b with a NaN give x = 0 without any product.
-    Residuals are orthogonal in exact arithmetic, and are kept so: in float32 ten iterations would otherwise blow the
-    rounding of A·v up by 10⁴. That holds `iterations` vectors in memory. Source: Hestenes & Stiefel 1952.
+    Residuals are orthogonal in exact arithmetic, and are kept so: else ten iterations in float32 turned the rounding of
+    A·v into half a percent of x. It holds `iterations` vectors in memory. Source: Hestenes & Stiefel 1952.
 
     Args:
       matvec: v -> A·v, pytrees like `b`.

@@ -19,3 +19,12 @@ def x64():
     """Runs a test in float64, for oracles and proofs."""
     with jax.enable_x64(True):
         yield
+
+
+SLOWEST_FIRST = ("test_quickstart", "test_algorithms", "test_update", "test_exact", "test_models")
+
+
+def pytest_collection_modifyitems(items):
+    """Starts with the slowest files: two processes that share files would else wait for the last one."""
+    order = {name: place for place, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))

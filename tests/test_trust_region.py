@@ -106,8 +106,8 @@ def test_step_is_the_dense_natural_gradient(temperature, x64):
     damped = fisher + damping * np.eye(gradient.size)
     direction = np.linalg.solve(damped, gradient)
     expected = np.sqrt(2 * max_kl / (direction @ damped @ direction)) * direction
-    keywords = {"max_kl": max_kl, "damping": damping, "cg_iterations": 60, "cg_tolerance": 1e-9}
-    after, metrics = step(batch, params, temperature=temperature, **keywords)
+    keywords = {"max_kl": max_kl, "damping": damping, "temperature": temperature}
+    after, metrics = step(batch, params, cg_iterations=60, cg_tolerance=1e-9, **keywords)
     assert (metrics["accepted"], metrics["backtracks"]) == (1, 0)
     moved = flat(after.params) - flat(params)
     assert distance(moved, expected) < 1e-6
@@ -122,9 +122,8 @@ def test_step_is_the_dense_natural_gradient(temperature, x64):
     # Few iterations report the residual that they left.
     found = trust_region.conjugate_gradient(lambda v: damped @ v, jnp.asarray(gradient), iterations=4)
     residual = np.linalg.norm(gradient - damped @ found.x) / np.linalg.norm(gradient)
-    _, metrics = step(batch, params, temperature=temperature, damping=damping, cg_iterations=4)
     assert residual > 1e-3
-    np.testing.assert_allclose(metrics["cg_residual"], residual, rtol=1e-5)
+    np.testing.assert_allclose(step(batch, params, cg_iterations=4, **keywords)[1]["cg_residual"], residual, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -210,8 +209,7 @@ def test_a_step_that_never_improves_is_refused_at_every_length():
     batch = bandit_batch(np.array([1, 2]), [1.0, -1.0], np.full(4, 0.25))
     after, metrics = step(batch, logits, lying_logits, max_backtracks=3)
     np.testing.assert_array_equal(after.params, logits)
-    assert (metrics["accepted"], metrics["backtracks"], metrics["nonfinite"]) == (0, 3, 0)
-    assert metrics["grad_norm"] > 0
+    assert (metrics["accepted"], metrics["backtracks"], metrics["grad_norm"] > 0) == (0, 3, True)
 
 
 def test_steps_solve_a_bandit():
@@ -325,8 +323,7 @@ def test_only_the_policy_and_the_step_counter_change_and_one_program_is_compiled
     state = start = make_state({"actor": make_params(), "critic": {"v": np.ones(3, np.float32)}})
     for seed in range(4):
         state, _ = update(state, make_batch(seed))
-    assert update._cache_size() == 1
-    assert state.step == 4
+    assert update._cache_size() == 1 and state.step == 4
     assert distance(state.params["actor"], start.params["actor"]) > 1e-3
     kept = [(s.opt_state, s.kl_coef, s.params["critic"], jax.random.key_data(s.key)) for s in (state, start)]
     jax.tree.map(np.testing.assert_array_equal, *kept)
@@ -365,8 +362,8 @@ def test_passes_are_those_that_ran(case):
     calls = collections.Counter()
     _, metrics = step(batch, params, counting_logits(calls), **keywords)
     jax.effects_barrier()
-    assert metrics["passes_forward"] == calls["forward"] / parts
-    assert metrics["passes_backward"] == calls["backward"] / parts
+    passes = {name: parts * metrics[f"passes_{name}"] for name in ("forward", "backward")}
+    assert passes == calls
     low, high = {"nothing": (0, 0), "early stop": (1, 4)}.get(case, (5, 5))
     assert low <= metrics["cg_iterations"] <= high
     assert (metrics["backtracks"] > 0) == (case == "backtracks")
@@ -392,11 +389,10 @@ def test_keywords_out_of_range_are_named_at_once(name, values, rule):
 
 
 def test_batches_that_do_not_fit_are_named():
-    batch = make_batch()
     for name in ("log_probs", "advantages"):
         with pytest.raises(ValueError, match=f"batch.{name} is None"):
-            step(dataclasses.replace(batch, **{name: None}))
+            step(dataclasses.replace(make_batch(), **{name: None}))
     with pytest.raises(ValueError, match="num_microbatches=3 does not divide the 8 rows"):
-        step(batch, num_microbatches=3)
+        step(make_batch(), num_microbatches=3)
     with pytest.raises(ValueError, match="logits_fn's result has shape"):
-        step(batch, logits_fn=lambda p, b: logits_fn(p, b)[:, :-1])
+        step(make_batch(), logits_fn=lambda p, b: logits_fn(p, b)[:, :-1])
