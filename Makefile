@@ -1,5 +1,6 @@
 # make quickstart   train a small model by policy gradients and watch it learn   (ARGS="--algorithm rloo" passes options)
 # make test         run the test suite                                           (ARGS="-k sampler" passes options)
+# make test-parity  compare the models with transformers, live; installs PyTorch into a virtual environment of its own
 # make lint         ruff
 # Each makes its virtual environment first, with nothing but python3 (3.11 or newer), venv and pip.
 
@@ -8,8 +9,9 @@ VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PARITY := $(VENV)-parity
 
-.PHONY: quickstart test lint constraints clean
+.PHONY: quickstart test test-parity lint constraints clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed-core
@@ -17,6 +19,9 @@ quickstart: $(VENV)/.installed-core
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-parity: $(PARITY)/.installed
+	$(PARITY)/bin/python -m pytest tests/parity $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -32,9 +37,18 @@ $(VENV)/.installed-test: $(VENV)/.installed-core
 	$(PIP_INSTALL) -e '.[test]'
 	@touch $@
 
-$(BIN)/python:
+# From the package index PyTorch for Linux brings gigabytes of CUDA, in other versions than JAX wants: hence no pins of
+# those. Where pip is shown a CPU build of the pinned version, by PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, it prefers that.
+$(PARITY)/.installed: $(INPUTS) | $(PARITY)/bin/python
+	@echo "Installing jaxpg and PyTorch into $(PARITY) (once)"
+	@grep -v '^nvidia-' constraints.txt > $(PARITY)/constraints.txt
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PARITY)/constraints.txt \
+	    -e '.[test,parity]'
+	@touch $@
+
+$(BIN)/python $(PARITY)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"PYTHON=$(PYTHON) is Python {v[0]}.{v[1]}: jaxpg needs 3.11 or newer, try make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
 # Needs uv. Remakes the pins for every Python and platform at once; jax 0.12 needs Python 3.12.
 constraints:
