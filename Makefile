@@ -50,13 +50,18 @@ $(BIN)/python $(PARITY)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"PYTHON=$(PYTHON) is Python {v[0]}.{v[1]}: jaxpg needs 3.11 or newer, try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
-# Needs uv. Remakes the pins for every Python and platform at once; jax 0.12 needs Python 3.12.
+# Needs uv. Remakes the pins for every Python and platform at once; jax 0.12 needs Python 3.12. PyTorch is held at a
+# version with a CPU build where CI runs, and its CUDA packages are left out, so that JAX's are its newest.
 constraints:
 	@echo "jax>=0.12 ; python_full_version >= '3.12'" > .constraints-floor.txt
+	@echo "torch==2.13.0" >> .constraints-floor.txt
+	@{ printf "%s ; python_version < '3'\n" cuda-bindings cuda-toolkit nvidia-cusparselt-cu13 triton; \
+	   printf "%s ; sys_platform == 'linux'\n" nvidia-cudnn-cu13 nvidia-nccl-cu13 nvidia-nvshmem-cu13; \
+	 } > .constraints-overrides.txt
 	uv pip compile --universal --no-emit-index-url --no-annotate --no-header --python-version 3.11 --all-extras \
-	    -c .constraints-floor.txt pyproject.toml -o .constraints-new.txt --quiet
+	    -c .constraints-floor.txt --overrides .constraints-overrides.txt pyproject.toml -o .constraints-new.txt --quiet
 	@{ echo "# Pins for Python 3.11 and 3.12+. Remade by: make constraints"; cat .constraints-new.txt; } > constraints.txt
-	@rm .constraints-floor.txt .constraints-new.txt
+	@rm .constraints-floor.txt .constraints-overrides.txt .constraints-new.txt
 
 clean:
 	rm -rf .venv .venv-* runs
