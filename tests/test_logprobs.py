@@ -1,4 +1,6 @@
-"""Log-probs and entropy: alignment, temperature, numerics, and tokens that do not exist."""
+"""Log-probs and entropy: alignment, temperature, numerics, tokens that do not exist, and chunks from hidden states."""
+
+from functools import partial
 
 import chex
 import jax
@@ -9,7 +11,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import logprobs
+from jaxpg import logprobs, sharding
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(2, 4, 5)).astype(np.float32) * 3
@@ -169,3 +171,200 @@ class JitTest(chex.TestCase):
     )
     def test_same_with_and_without_jit(self, function):
         np.testing.assert_allclose(self.variant(function)(LOGITS), function(LOGITS), rtol=1e-5, atol=1e-6)
+
+
+# From hidden states.
+
+
+def project(params, hidden):
+    """A vocabulary projection with two parameters; normalising makes its gradient NaN where hidden states are 0."""
+    hidden = hidden / jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))
+    return jnp.einsum("...e,ve->...v", hidden, params["table"]) + params["bias"]
+
+
+def example(rows=3, length=12, width=6, vocab=11, dtype=np.float32):
+    """Parameters, hidden states, tokens, and weights that stand for a loss."""
+    rng = np.random.default_rng(1)
+    params = {"table": rng.normal(size=(vocab, width)) * 3, "bias": rng.normal(size=vocab)}
+    hidden = rng.normal(size=(rows, length, width))
+    params, hidden, weights = jax.tree.map(
+        lambda x: jnp.asarray(x, dtype), (params, hidden, rng.normal(size=(2, rows, length)))
+    )
+    return params, hidden, rng.integers(0, vocab, (rows, length)), weights
+
+
+def plain(params, hidden, tokens, *, temperature=1.0, project=project):
+    logits = project(params, hidden)
+    return (
+        logprobs.token_log_probs(logits, tokens, temperature=temperature),
+        logprobs.entropy(logits, temperature=temperature),
+    )
+
+
+def chunked(params, hidden, tokens, *, project=project, **options):
+    return logprobs.from_hidden(partial(project, params), hidden, tokens, **options)
+
+
+def gradients(function, params, hidden, tokens, weights, **options):
+    """(loss, log-probs and entropy) and the gradient in parameters and hidden states; masked where weights are 0."""
+
+    def loss(params, hidden):
+        pair = jnp.stack(function(params, hidden, tokens, **options))
+        return jnp.sum(jnp.where(weights != 0, weights * pair, 0.0)), pair
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, hidden)
+
+
+fast = jax.jit(gradients, static_argnums=0, static_argnames=("chunk", "temperature"))
+
+
+@pytest.mark.parametrize(("chunk", "temperature"), [(1, 1.0), (4, 0.7), (5, 2.0), (11, 1.0), (99, 0.7)])
+def test_from_hidden_equals_plain(chunk, temperature):
+    case = example()
+    got = fast(chunked, *case, chunk=chunk, temperature=temperature)
+    chex.assert_trees_all_close(got, fast(plain, *case, temperature=temperature), rtol=1e-5, atol=1e-5)
+
+
+def test_from_hidden_equals_plain_in_float64(x64):
+    case = example(dtype=np.float64)
+    got = fast(chunked, *case, chunk=5)
+    assert got[0][1].dtype == jnp.float64
+    chex.assert_trees_all_close(got, fast(plain, *case), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_from_hidden_of_short_sequences(length):
+    case = example(length=length)
+    chex.assert_trees_all_close(fast(chunked, *case, chunk=2), fast(plain, *case), rtol=1e-5, atol=1e-5)
+
+
+def test_from_hidden_takes_any_leading_axes():
+    params, hidden, tokens, _ = example()
+    function = jax.jit(partial(chunked, chunk=4))
+    whole = function(params, hidden, tokens)
+    one = function(params, hidden[0], tokens[0])
+    chex.assert_trees_all_close(one, jax.tree.map(lambda x: x[0], whole), rtol=1e-5)
+    more = function(params, hidden[None], tokens[None])
+    chex.assert_trees_all_close(more, jax.tree.map(lambda x: x[None], whole), rtol=1e-5)
+
+
+@pytest.mark.parametrize("token", [-1, 11])
+def test_from_hidden_is_nan_at_tokens_outside_the_vocabulary(token):
+    params, hidden, tokens, weights = example()
+    tokens[1, 4] = token
+    weights = weights.at[0, 1, 4].set(0.0)  # masked
+    got = fast(chunked, params, hidden, tokens, weights, chunk=4)
+    (loss, (log_probs, entropy)), gradient = got
+    np.testing.assert_array_equal(np.isnan(log_probs), tokens == token)
+    chex.assert_tree_all_finite((loss, entropy, gradient))
+    chex.assert_trees_all_close(got, fast(plain, params, hidden, tokens, weights), rtol=1e-5, atol=1e-5)
+
+
+def test_from_hidden_ignores_the_last_hidden_state_and_masked_positions():
+    params, hidden, tokens, weights = example()
+    weights = weights.at[:, :, :3].set(0.0)
+    changed = hidden.at[:, :2].set(7.0).at[:, -1].set(jnp.nan)
+    (value, _), (in_params, in_hidden) = fast(chunked, params, hidden, tokens, weights, chunk=4)
+    (value_2, _), (in_params_2, in_hidden_2) = fast(chunked, params, changed, tokens, weights, chunk=4)
+    chex.assert_trees_all_close((value, in_params), (value_2, in_params_2), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(in_hidden[:, 2:-1], in_hidden_2[:, 2:-1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(in_hidden_2[:, :2], 0.0)
+    np.testing.assert_array_equal(in_hidden_2[:, -1], 0.0)
+
+
+def test_from_hidden_without_entropy():
+    params, hidden, tokens, _ = example()
+    log_probs, entropy = chunked(params, hidden, tokens, chunk=4, with_entropy=False)
+    assert entropy is None
+    np.testing.assert_allclose(log_probs, chunked(params, hidden, tokens, chunk=4)[0], rtol=1e-6)
+    assert chunked(params, hidden[:, :1], tokens[:, :1], with_entropy=False)[1] is None
+
+
+def test_from_hidden_in_bfloat16():
+    """Log-softmax, and the sum of the projection's gradient over chunks, stay in float32."""
+    params, hidden, tokens, weights = example()
+
+    def half(params, hidden):
+        table = params["table"].astype(jnp.bfloat16)
+        return jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
+
+    case = {"table": params["table"]}, hidden.astype(jnp.bfloat16), tokens, weights
+    (value, pair), (in_params, in_hidden) = fast(partial(chunked, project=half), *case, chunk=5)
+    (value_2, pair_2), (in_params_2, in_hidden_2) = fast(partial(plain, project=half), *case)
+    assert pair.dtype == in_params["table"].dtype == jnp.float32
+    assert in_hidden.dtype == jnp.bfloat16
+    chex.assert_trees_all_close((value, pair), (value_2, pair_2), rtol=1e-5, atol=1e-5)
+    # A gradient that leaves a matrix product is rounded to bfloat16: once for each chunk here, once in all there.
+    chex.assert_trees_all_close(in_params, in_params_2, rtol=0.02, atol=0.02)
+    chex.assert_trees_all_close(*(x.astype(jnp.float32) for x in (in_hidden, in_hidden_2)), rtol=0.01, atol=0.01)
+
+
+def temporary_bytes(function, *, rows, length, width, vocab):
+    """Temporary memory of the gradient of a loss; compiled, never run."""
+
+    def loss(table, hidden, tokens):
+        log_probs, entropy = function(table, hidden, tokens, project=lambda w, h: jnp.einsum("...e,ve->...v", h, w))
+        return jnp.mean(log_probs) + 0.01 * jnp.mean(entropy)
+
+    shapes = (
+        jax.ShapeDtypeStruct((vocab, width), jnp.float32),
+        jax.ShapeDtypeStruct((rows, length, width), jnp.float32),
+        jax.ShapeDtypeStruct((rows, length), jnp.int32),
+    )
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_from_hidden_never_holds_the_logits():
+    sizes = {"rows": 8, "length": 4096, "width": 64, "vocab": 150_000}
+    needed = temporary_bytes(chunked, **sizes)
+    assert needed < temporary_bytes(plain, **sizes) / 10
+    logits = 4 * sizes["rows"] * sizes["length"] * sizes["vocab"]
+    assert needed < logits / 5
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2"])
+def test_from_hidden_on_eight_devices(mesh, capfd):
+    """The same loss and gradient as on one, with rows left where they are."""
+    mesh = sharding.make_mesh(mesh)
+    params, hidden, tokens, weights = example(rows=8, width=8)
+    expected = fast(chunked, params, hidden, tokens, weights, chunk=4)
+    places = {
+        "table": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "tensor")),
+        "bias": sharding.replicated(mesh),
+    }
+    rows = sharding.rows(mesh)
+    weights_at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("data", "fsdp")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(
+            partial(gradients, chunked, chunk=4),
+            in_shardings=(places, rows, rows, weights_at),
+            out_shardings=(None, (places, rows)),
+        )
+        got = compiled(params, hidden, tokens, weights)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-5)
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk=0: must be at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0: must be greater than 0"),
+        ({"tokens": TOKENS}, r"tokens has shape \(2, 4\): must be \(3, 12\)"),
+        ({"hidden": np.zeros(3)}, r"hidden has shape \(3,\): must be \[..., T, E\]"),
+        ({"project": lambda w, h: h[:, 0]}, r"unembed maps \(3, 11, 6\) to \(3, 6\): must be \[..., E\] -> \[..., V\]"),
+    ],
+)
+def test_errors_of_from_hidden(change, message):
+    params, hidden, tokens, _ = example()
+    with pytest.raises(ValueError, match=message):
+        chunked(**{"params": params, "hidden": hidden, "tokens": tokens} | change)
+
+
+class FromHiddenTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_same_with_and_without_jit(self):
+        case = example()
+        got = self.variant(partial(gradients, chunked, chunk=5))(*case)
+        chex.assert_trees_all_close(got, fast(plain, *case), rtol=1e-5, atol=1e-5)
