@@ -19,9 +19,12 @@ ROWS = PartitionSpec(("data", "fsdp"))
 TRANSFORMER_RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"embedding$|head$", PartitionSpec(None, "tensor")),
     (r"attention/(query|key|value)$", PartitionSpec(None, "fsdp", "tensor", None)),
+    (r"attention/(query|key|value)_bias$", PartitionSpec(None, "tensor", None)),
     (r"attention/out$", PartitionSpec(None, "tensor", None, "fsdp")),
     (r"mlp/(gate|up)$", PartitionSpec(None, "fsdp", "tensor")),
     (r"mlp/down$", PartitionSpec(None, "tensor", "fsdp")),
+    (r"experts/(gate|up)$", PartitionSpec(None, None, "fsdp", "tensor")),
+    (r"experts/down$", PartitionSpec(None, None, "tensor", "fsdp")),
 )
 
 Rules = Sequence[tuple[str, PartitionSpec]]

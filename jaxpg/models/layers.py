@@ -1,4 +1,4 @@
-"""The layers of the Transformer: norm, rotary positions, attention, gated MLP, block."""
+"""The layers of the Transformer: norm, projections, attention, gated MLP, experts, block."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,130 +7,163 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxpg.models import rope
+from jaxpg.models.attention import Past, attend, attend_past
 from jaxpg.models.config import Config
 from jaxpg.types import Array
 
+ACTIVATION = {"silu": nn.silu, "gelu_tanh": lambda x: nn.gelu(x, approximate=True)}
 
-class Past(NamedTuple):
-    """Earlier keys and values that new tokens may attend to."""
 
-    keys: Array  # [b, S, K, D]; b divides the number of query rows, B/b adjacent rows share one entry
-    values: Array  # [b, S, K, D]
-    mask: Array  # [b, S] bool
+class Place(NamedTuple):
+    """Where the tokens of a call stand; the same for every layer."""
+
+    positions: Array  # [B, N] int32, counting real tokens
+    mask: Array  # [B, N] bool, real tokens
+    past_masks: Sequence[Array] = ()  # [b, S] bool of each cache
+    past_positions: Sequence[Array] = ()  # [b, S] int32
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · scale, computed in float32 (Zhang & Sennrich 2019, eq. 4)."""
+    """x / rms(x) · (offset + scale), computed in float32 (Zhang & Sennrich 2019, eq. 4)."""
 
     epsilon: float
+    offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        scale = self.param("scale", nn.initializers.ones_init(), (x.shape[-1],))
+        scale = self.param("scale", nn.initializers.constant(1.0 - self.offset), (x.shape[-1],))
         x32 = x.astype(jnp.float32)
         x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * scale).astype(x.dtype)
+        return (x32 * (self.offset + scale)).astype(x.dtype)
 
 
-def rotary(x: Array, positions: Array, base: float) -> Array:
-    """Rotates the two halves of each head by the position's angles (RoPE; Su 2021, eq. 34).
-
-    Args:
-      x: [B, N, H, D].
-      positions: [B, N] int32.
-      base: wavelength base.
-    """
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def norm(config: Config, name: str) -> RMSNorm:
+    return RMSNorm(config.norm_epsilon, config.norm_offset, name=name)
 
 
-def attend_past(queries: Array, parts: Sequence[Past]) -> Array:
-    """Attends one token a row to several caches under one softmax.
-
-    A part with b < B rows is read as it is stored: prompts are shared, never repeated per sample.
-
-    Args:
-      queries: [B, 1, H, D].
-      parts: caches, together without an all-masked row.
-
-    Returns:
-      [B, 1, H, D].
-    """
-    rows, _, heads, dim = queries.shape
-    scores = []
-    for part in parts:
-        b, slots, kv_heads, _ = part.keys.shape
-        grouped = queries.reshape(b, rows // b, kv_heads, heads // kv_heads, dim)
-        score = jnp.einsum("bgkrd,bskd->bgkrs", grouped, part.keys, preferred_element_type=jnp.float32)
-        score = jnp.where(part.mask[:, None, None, None, :], score * dim**-0.5, -jnp.inf)
-        scores.append(score.reshape(rows, heads, slots))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
-    out, offset = 0, 0
-    for part in parts:
-        b, slots, kv_heads, _ = part.keys.shape
-        weight = weights[..., offset : offset + slots].reshape(b, rows // b, kv_heads, heads // kv_heads, slots)
-        out += jnp.einsum("bgkrs,bskd->bgkrd", weight, part.values).reshape(rows, 1, heads, dim)
-        offset += slots
-    return out
+def into(outputs: int):
+    """Initializer of a projection [in, out...] with so many output axes."""
+    return nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=tuple(range(1, outputs + 1)))
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions (Ainslie 2023)."""
+def back(config: Config, inputs: int):
+    """Initializer of a projection [in..., out] back to the residual stream, smaller the deeper the model."""
+    axes = tuple(range(inputs))
+    return nn.initializers.variance_scaling(0.5 / config.num_layers, "fan_in", "normal", in_axis=axes, out_axis=inputs)
+
+
+class Layer(nn.Module):
+    """What attention and MLP share: projections, to which adapters may be added."""
 
     config: Config
 
+    def project(
+        self, name: str, x: Array, shape: tuple[int, ...], init, *, inputs: int = 1, bias: bool = False
+    ) -> Array:
+        """x·W (+ bias) (+ x·A·B · alpha/r, LoRA; Hu 2021, eq. 3), contracting the last `inputs` axes of x.
+
+        The adapter, where there is one, is the entry `name` of the collection "lora".
+        """
+        dtype = self.config.dtype
+        out = jnp.tensordot(x, self.param(name, init, shape).astype(dtype), inputs)
+        if bias:
+            out += self.param(f"{name}_bias", nn.initializers.zeros_init(), shape[inputs:]).astype(dtype)
+        if self.has_variable("lora", name):
+            adapter = self.get_variable("lora", name)
+            down, up = adapter["a"].astype(dtype), adapter["b"].astype(dtype)
+            out += jnp.tensordot(jnp.tensordot(x, down, inputs), up, 1) * (self.config.lora_alpha / down.shape[-1])
+        return out
+
+
+class Attention(Layer):
+    """Grouped-query attention with rotary positions (Ainslie 2023)."""
+
     @nn.compact
-    def __call__(self, x: Array, positions: Array, mask: Array | None, past: Sequence[Past] = ()):
+    def __call__(self, x: Array, place: Place, past: Sequence[tuple[Array, Array]], is_local: Array):
         c = self.config
-        into = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
-        back = nn.initializers.variance_scaling(0.5 / c.num_layers, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
-        query = self.param("query", into, (c.hidden_size, c.num_heads, c.head_dim)).astype(c.dtype)
-        key = self.param("key", into, (c.hidden_size, c.num_kv_heads, c.head_dim)).astype(c.dtype)
-        value = self.param("value", into, (c.hidden_size, c.num_kv_heads, c.head_dim)).astype(c.dtype)
-        out = self.param("out", back, (c.num_heads, c.head_dim, c.hidden_size)).astype(c.dtype)
-
-        queries = rotary(jnp.einsum("bne,ehd->bnhd", x, query), positions, c.rope_base)
-        keys = rotary(jnp.einsum("bne,ehd->bnhd", x, key), positions, c.rope_base)
-        values = jnp.einsum("bne,ehd->bnhd", x, value)
+        shape, kv_shape = (c.hidden_size, c.num_heads, c.head_dim), (c.hidden_size, c.num_kv_heads, c.head_dim)
+        queries = self.project("query", x, shape, into(2), bias=c.qkv_bias)
+        keys = self.project("key", x, kv_shape, into(2), bias=c.qkv_bias)
+        values = self.project("value", x, kv_shape, into(2), bias=c.qkv_bias)
+        if c.query_key_norm:
+            queries, keys = norm(c, "query_norm")(queries), norm(c, "key_norm")(keys)
+        cos, sin = self._angles(place.positions, is_local)
+        queries, keys = rope.rotate(queries, cos, sin), rope.rotate(keys, cos, sin)
         if past:
-            itself = Past(keys, values, jnp.ones(x.shape[:2], bool))
-            attended = attend_past(queries, (*past, itself))
+            parts = [
+                Past(*keys_values, mask, positions)
+                for keys_values, mask, positions in zip(past, place.past_masks, place.past_positions, strict=True)
+            ]
+            parts.append(Past(keys, values, place.mask, place.positions))
+            attended = attend_past(c, queries, place.positions, parts, is_local)
         else:
-            attended = jax.nn.dot_product_attention(queries, keys, values, mask=mask)
-        return jnp.einsum("bnhd,hde->bne", attended, out), (keys, values)
+            attended = attend(c, queries, keys, values, place.positions, place.mask, is_local)
+        out = self.project("out", attended, (c.num_heads, c.head_dim, c.hidden_size), back(c, 2), inputs=2)
+        return out, (keys, values)
+
+    def _angles(self, positions: Array, is_local: Array) -> tuple[Array, Array]:
+        everywhere = rope.tables(self.config, positions)
+        if self.config.local_rope_base is None:
+            return everywhere
+        local = rope.tables(self.config, positions, local=True)
+        return jax.tree.map(lambda a, b: jnp.where(is_local, a, b), local, everywhere)
 
 
-class MLP(nn.Module):
-    """(silu(x·gate) ⊙ x·up)·down (Shazeer 2020, eq. 6)."""
+class MLP(Layer):
+    """(activation(x·gate) ⊙ x·up)·down (Shazeer 2020, eq. 6)."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        c = self.config
+        gate = self.project("gate", x, (c.hidden_size, c.mlp_size), into(1))
+        up = self.project("up", x, (c.hidden_size, c.mlp_size), into(1))
+        return self.project("down", ACTIVATION[c.activation](gate) * up, (c.mlp_size, c.hidden_size), back(c, 1))
+
+
+class Experts(nn.Module):
+    """Σ_k w_k · MLP_k(x) over the best experts of each token (Shazeer 2017, eq. 1), without dropping any.
+
+    Tokens are sorted by expert, so that each weight matrix meets its tokens in one ragged matmul.
+    """
 
     config: Config
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        into = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-        back = nn.initializers.variance_scaling(0.5 / c.num_layers, "fan_in", "normal")
-        gate = self.param("gate", into, (c.hidden_size, c.mlp_size)).astype(c.dtype)
-        up = self.param("up", into, (c.hidden_size, c.mlp_size)).astype(c.dtype)
-        down = self.param("down", back, (c.mlp_size, c.hidden_size)).astype(c.dtype)
-        return (nn.silu(x @ gate) * (x @ up)) @ down
+        into = nn.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
+        back = nn.initializers.variance_scaling(0.5 / c.num_layers, "fan_in", "normal", batch_axis=0)
+        router = self.param("router", nn.initializers.lecun_normal(), (c.hidden_size, c.num_experts)).astype(c.dtype)
+        gate = self.param("gate", into, (c.num_experts, c.hidden_size, c.mlp_size)).astype(c.dtype)
+        up = self.param("up", into, (c.num_experts, c.hidden_size, c.mlp_size)).astype(c.dtype)
+        down = self.param("down", back, (c.num_experts, c.mlp_size, c.hidden_size)).astype(c.dtype)
+
+        tokens = x.reshape(-1, c.hidden_size)
+        shares = jax.nn.softmax((tokens @ router).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(shares, c.experts_per_token)  # [N, k] each
+        if c.normalize_experts:
+            weights /= weights.sum(-1, keepdims=True)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        counts = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
+        inputs = tokens[order // c.experts_per_token]
+        hidden = ACTIVATION[c.activation](jax.lax.ragged_dot(inputs, gate, counts))
+        hidden *= jax.lax.ragged_dot(inputs, up, counts)
+        outputs = jax.lax.ragged_dot(hidden, down, counts)[jnp.argsort(order)]  # back to the order of tokens
+        outputs = outputs.reshape(*weights.shape, c.hidden_size)
+        return jnp.einsum("nke,nk->ne", outputs, weights.astype(x.dtype)).reshape(x.shape)
 
 
 class Block(nn.Module):
-    """One pre-norm layer; returns its keys and values so that a caller may cache them."""
+    """One layer; returns its keys and values so that a caller may cache them."""
 
     config: Config
 
     @nn.compact
-    def __call__(self, x: Array, past, positions: Array, mask: Array | None, past_masks: Sequence[Array]):
+    def __call__(self, x: Array, past: Sequence[tuple[Array, Array]], is_local: Array, place: Place):
         c = self.config
-        parts = [Past(keys, values, m) for (keys, values), m in zip(past, past_masks, strict=True)]
-        normed = RMSNorm(c.norm_epsilon, name="attention_norm")(x)
-        attended, keys_values = Attention(c, name="attention")(normed, positions, mask, parts)
-        x = x + attended
-        x = x + MLP(c, name="mlp")(RMSNorm(c.norm_epsilon, name="mlp_norm")(x))
-        return x, keys_values
+        attended, keys_values = Attention(c, name="attention")(norm(c, "attention_norm")(x), place, past, is_local)
+        x = x + (norm(c, "attention_post_norm")(attended) if c.post_norms else attended)
+        feed_forward = Experts(c, name="experts") if c.num_experts else MLP(c, name="mlp")
+        out = feed_forward(norm(c, "mlp_norm")(x))
+        return x + (norm(c, "mlp_post_norm")(out) if c.post_norms else out), keys_values

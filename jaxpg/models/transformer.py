@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpg.models import cache as cache_lib
 from jaxpg.models.config import Config
-from jaxpg.models.layers import Block, RMSNorm
+from jaxpg.models.layers import Block, Place, norm
 from jaxpg.types import Array
 
 
@@ -20,31 +20,39 @@ class Transformer(nn.Module):
     def setup(self):
         c = self.config
         self.embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
-        block = nn.remat(Block, prevent_cse=False) if c.remat else Block
+        policy = getattr(jax.checkpoint_policies, c.remat_policy)
+        block = nn.remat(Block, prevent_cse=False, policy=policy) if c.remat else Block
         self.layers = nn.scan(
             block,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast),
             length=c.num_layers,
         )(c)
-        self.final_norm = RMSNorm(c.norm_epsilon)
+        self.final_norm = norm(c, "final_norm")
         if not c.tie_embeddings:
             self.head = self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
 
-    def __call__(self, tokens: Array, positions: Array, mask: Array | None = None, past=(), past_masks=()):
+    def __call__(self, tokens: Array, place: Place, past=()):
         """Returns the final hidden states [B, N, E] and every layer's keys and values [L, B, N, K, D]."""
-        x = self.embedding[tokens].astype(self.config.dtype)
-        x, keys_values = self.layers(x, past, positions, mask, past_masks)
+        x = self.embed(tokens)
+        x, keys_values = self.layers(x, past, jnp.asarray(self.config.locality), place)
         return self.final_norm(x), keys_values
+
+    def embed(self, tokens: Array) -> Array:
+        c = self.config
+        x = self.embedding[tokens].astype(c.dtype)
+        return x if c.embedding_scale == 1 else x * jnp.asarray(c.embedding_scale, c.dtype)
 
     def unembed(self, hidden: Array) -> Array:
         """Maps hidden states [..., E] to logits [..., V] in float32."""
-        table = self.embedding if self.config.tie_embeddings else self.head
-        return jnp.einsum("...e,ve->...v", hidden, table.astype(self.config.dtype), preferred_element_type=jnp.float32)
+        c = self.config
+        table = self.embedding if c.tie_embeddings else self.head
+        logits = jnp.einsum("...e,ve->...v", hidden, table.astype(c.dtype), preferred_element_type=jnp.float32)
+        return logits if c.final_softcap is None else c.final_softcap * jnp.tanh(logits / c.final_softcap)
 
-    def init_all(self, tokens: Array, positions: Array) -> Array:
-        return self.unembed(self(tokens, positions)[0])
+    def init_all(self, tokens: Array) -> Array:
+        return self.unembed(self(tokens, Place(jnp.zeros_like(tokens), jnp.ones_like(tokens, bool)))[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Model:
     def init(self, key: Array) -> dict:
         """Draws float32 parameters as a plain nested dict."""
         dummy = jnp.zeros((1, 1), jnp.int32)
-        return self._module.init(key, dummy, dummy, method="init_all")["params"]
+        return self._module.init(key, dummy, method="init_all")["params"]
 
     def hidden(self, params, tokens: Array, token_mask: Array) -> Array:
         """Runs the whole sequence; padding may stand anywhere.
@@ -78,7 +86,7 @@ class Model:
 
     def unembed(self, params, hidden: Array) -> Array:
         """Maps hidden states [..., E] to next-token logits [..., V], float32."""
-        return self._module.apply({"params": params}, hidden, method="unembed")
+        return self._module.apply(_variables(params), hidden, method="unembed")
 
     def logits(self, params, tokens: Array, token_mask: Array) -> Array:
         """Next-token logits [B, T, V], float32; index t predicts token t + 1. Arguments as in `hidden`."""
@@ -116,21 +124,31 @@ class Model:
         Returns:
           Next-token logits [B, V] float32 and the cache with the tokens appended.
         """
-        filled = jnp.arange(cache.keys.shape[2]) < cache.length
-        past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
-        masks = (cache.prompt_mask, jnp.broadcast_to(filled, (tokens.shape[0], filled.shape[0])))
-        hidden, (keys, values) = self._module.apply(
-            {"params": params}, tokens[:, None], cache.positions[:, None], None, past, masks
+        rows, slots = tokens.shape[0], jnp.arange(cache.keys.shape[2])
+        positions = cache.positions[:, None]
+        place = Place(
+            positions,
+            jnp.ones((rows, 1), bool),
+            (cache.prompt_mask, jnp.broadcast_to(slots < cache.length, (rows, slots.shape[0]))),
+            (count(cache.prompt_mask), positions - cache.length + slots),
         )
+        past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
+        hidden, (keys, values) = self._module.apply(_variables(params), tokens[:, None], place, past)
         return self.unembed(params, hidden[:, 0]), cache.append(keys, values)
 
     def _forward(self, params, tokens: Array, token_mask: Array):
-        positions = jnp.maximum(jnp.cumsum(token_mask, axis=1, dtype=jnp.int32) - 1, 0)
-        length = tokens.shape[1]
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        # A masked query sees only itself: some key is always visible, so no softmax is over nothing.
-        mask = (causal & token_mask[:, None, :]) | jnp.eye(length, dtype=bool)
-        return self._module.apply({"params": params}, tokens, positions, mask[:, None])
+        return self._module.apply(_variables(params), tokens, Place(count(token_mask), token_mask))
+
+
+def count(token_mask: Array) -> Array:
+    """Positions [B, T] int32 of the real tokens: 0 for a row's first."""
+    return jnp.maximum(jnp.cumsum(token_mask, axis=1, dtype=jnp.int32) - 1, 0)
+
+
+def _variables(params: dict) -> dict:
+    """Splits parameters into Flax collections: the model's own, and adapters if there are any."""
+    own = {name: value for name, value in params.items() if name != "lora"}
+    return {"params": own, "lora": params["lora"]} if "lora" in params else {"params": own}
 
 
 def num_parameters(params) -> int:

@@ -1,0 +1,159 @@
+"""Attention over a whole sequence, by three kernels with the same numbers, and over a cache."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpg.models.config import Config
+from jaxpg.types import Array
+
+SPLASH_BLOCK = 128  # splash attention works on blocks of this many tokens
+
+
+class Past(NamedTuple):
+    """Earlier keys and values that new tokens may attend to."""
+
+    keys: Array  # [b, S, K, D]; b divides the number of query rows, B/b adjacent rows share one entry
+    values: Array  # [b, S, K, D]
+    mask: Array  # [b, S] bool
+    positions: Array  # [b, S] int32
+
+
+def attend(config: Config, queries: Array, keys: Array, values: Array, positions, token_mask, is_local) -> Array:
+    """Causal attention of a sequence to itself, through the kernel that `config.attention` names.
+
+    Args:
+      config: scale, softcap, window.
+      queries: [B, T, H, D].
+      keys: [B, T, K, D]; values alike.
+      positions: [B, T] int32, counting real tokens.
+      token_mask: [B, T] bool. A masked query sees only itself or other masked tokens: finite, meaningless.
+      is_local: [] bool, whether this layer sees a window.
+
+    Returns:
+      [B, T, H, D].
+    """
+    if config.attention == "splash":
+        return _splash(config, queries, keys, values, token_mask, is_local)
+    length = queries.shape[1]
+    mask = jnp.tril(jnp.ones((length, length), bool)) & token_mask[:, None, :]
+    if config.window is not None:
+        mask &= _inside(config, positions[:, None, :], positions[:, :, None], is_local)
+    # A masked query sees only itself: some key is always visible, so no softmax is over nothing.
+    mask = (mask | jnp.eye(length, dtype=bool))[:, None]
+    if config.attention_softcap is not None:
+        return _with_softcap(config, queries, keys, values, mask)
+    return jax.nn.dot_product_attention(
+        queries, keys, values, mask=mask, scale=config.score_scale, implementation=config.attention
+    )
+
+
+def attend_past(config: Config, queries: Array, positions: Array, parts: Sequence[Past], is_local) -> Array:
+    """Attends one token a row to several caches under one softmax.
+
+    A part with b < B rows is read as it is stored: prompts are shared, never repeated per sample.
+
+    Args:
+      config: scale, softcap, window.
+      queries: [B, 1, H, D].
+      positions: [B, 1] int32, of the queries.
+      parts: caches, together without an all-masked row.
+      is_local: [] bool, whether this layer sees a window.
+
+    Returns:
+      [B, 1, H, D].
+    """
+    rows, _, heads, dim = queries.shape
+    scores = []
+    for part in parts:
+        b, slots, kv_heads, _ = part.keys.shape
+        grouped = queries.reshape(b, rows // b, kv_heads, heads // kv_heads, dim)
+        score = jnp.einsum("bgkrd,bskd->bgkrs", grouped, part.keys, preferred_element_type=jnp.float32)
+        mask = part.mask[:, None, :]
+        if config.window is not None:
+            mask &= _inside(config, part.positions[:, None, :], positions.reshape(b, rows // b, 1), is_local)
+        score = jnp.where(mask[:, :, None, None, :], _cap(config, score * config.score_scale), -jnp.inf)
+        scores.append(score.reshape(rows, heads, slots))
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
+    out, offset = 0, 0
+    for part in parts:
+        b, slots, kv_heads, _ = part.keys.shape
+        weight = weights[..., offset : offset + slots].reshape(b, rows // b, kv_heads, heads // kv_heads, slots)
+        out += jnp.einsum("bgkrs,bskd->bgkrd", weight, part.values).reshape(rows, 1, heads, dim)
+        offset += slots
+    return out
+
+
+def _inside(config: Config, key_positions: Array, query_positions: Array, is_local) -> Array:
+    """Whether a key lies in the query's window; always, for a layer that is not local."""
+    return (key_positions > query_positions - config.window) | ~is_local
+
+
+def _cap(config: Config, scores: Array) -> Array:
+    cap = config.attention_softcap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def _with_softcap(config: Config, queries, keys, values, mask) -> Array:
+    """Attention with capped scores, which `jax.nn.dot_product_attention` lacks (Gemma 2 report, section 2)."""
+    rows, length, heads, dim = queries.shape
+    grouped = queries.reshape(rows, length, keys.shape[2], -1, dim)
+    scores = jnp.einsum("btkrd,bskd->bkrts", grouped, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, :, None], _cap(config, scores * config.score_scale), -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    return jnp.einsum("bkrts,bskd->btkrd", weights, values).reshape(rows, length, heads, dim)
+
+
+def _splash(config: Config, queries, keys, values, token_mask, is_local) -> Array:
+    """Splash attention: block-sparse flash attention in Pallas, which never holds the [T, T] scores.
+
+    Windows are counted in columns, so padding may stand left or right of a sequence, but not inside it.
+    """
+    length = queries.shape[1]
+    pad = -length % SPLASH_BLOCK
+
+    def prepare(x):  # [B, T, H, D] -> [B, H, T padded to whole blocks, D]
+        return jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
+
+    segments = jnp.pad(token_mask, ((0, 0), (0, pad))).astype(jnp.int32)
+    arguments = (prepare(queries * jnp.asarray(config.score_scale, queries.dtype)), prepare(keys), prepare(values))
+
+    def run(window):
+        return _over_mesh(partial(_splash_kernel, config, window))(*arguments, segments)
+
+    if config.window is None or not any(config.locality):
+        out = run(None)
+    elif all(config.locality):
+        out = run(config.window)
+    else:
+        out = jax.lax.cond(is_local, lambda: run(config.window), lambda: run(None))
+    return out.transpose(0, 2, 1, 3)[:, :length]
+
+
+def _splash_kernel(config: Config, window: int | None, queries, keys, values, segments) -> Array:
+    """One device's share: [b, h, T, D] each, segments [b, T]."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    shape = (queries.shape[2], queries.shape[2])
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    kernel = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * queries.shape[1]),
+        attn_logits_soft_cap=config.attention_softcap,
+        interpret=jax.default_backend() == "cpu",
+    )
+    return jax.vmap(kernel)(queries, keys, values, splash.SegmentIds(segments, segments))
+
+
+def _over_mesh(kernel):
+    """Runs a Pallas kernel, which XLA cannot partition, on each device's rows and heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return kernel
+    rows = tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names)
+    heads = "tensor" if "tensor" in mesh.axis_names else None
+    spec = PartitionSpec(rows, heads)
+    return jax.shard_map(kernel, in_specs=(spec, spec, spec, PartitionSpec(rows)), out_specs=spec, check_vma=False)

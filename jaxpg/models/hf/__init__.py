@@ -1,0 +1,6 @@
+"""Checkpoints of other libraries in, and out again: Hugging Face directories, hub names and GGUF files."""
+
+from jaxpg.models.hf.export import save
+from jaxpg.models.hf.load import Loaded, load
+
+__all__ = ["Loaded", "load", "save"]
