@@ -43,7 +43,7 @@ class Family:
     model_type: str
     config: dict  # fields beyond COMMON
     matters: dict = dataclasses.field(default_factory=dict)  # setting -> another value, which must change the logits
-    flat: dict | None = None  # written into config.json, None removes: the spelling of checkpoints before transformers 5
+    flat: dict | None = None  # written into config.json, None removes: as spelled before transformers 5
     dtype: str = "float32"  # of the stored weights
     shard_bytes: int | None = None
 
@@ -71,7 +71,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 512}
-YARN_SHORT = {**YARN, "original_max_position_embeddings": 8, "beta_fast": 1.0, "beta_slow": 0.1, "attention_factor": 1.3}
+YARN_SHORT = {
+    **YARN,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 1.0,
+    "beta_slow": 0.1,
+    "attention_factor": 1.3,
+}
 GEMMA2 = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -277,15 +283,15 @@ def prompts_of(seed: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, mask_of(PROMPT_LENGTHS, longest, "left")
 
 
-def clear_greedy(model, seed: int) -> dict[str, np.ndarray]:
+def clear_greedy(model, seed: int, *, margin: float = 0.02, distinct: int = 4) -> dict[str, np.ndarray]:
     """Prompts whose greedy continuations hang by no hair, checked row by row without cache and padding."""
     for attempt in range(seed, seed + 50):
         prompts, mask = prompts_of(attempt, model.config.vocab_size)
         continuations = greedy(model, prompts, mask)
         scores = [_scores_of(model, *row) for row in zip(prompts, mask, continuations, strict=True)]
         first, second = np.moveaxis(np.sort(scores, axis=-1)[..., :-3:-1], -1, 0)
-        varied = min(len(set(row.tolist())) for row in continuations) >= 4
-        if (first - second).min() < 0.02 or not varied:
+        varied = min(len(set(row.tolist())) for row in continuations) >= distinct
+        if (first - second).min() < margin or not varied:
             continue
         np.testing.assert_array_equal(np.argmax(scores, axis=-1), continuations)
         return {"prompts": prompts, "prompt_mask": mask, "continuations": continuations}
