@@ -106,15 +106,21 @@ class GGUFSource:
         self._entries = self._map_tensors()
         self.shapes = {name: self._shape(entry) for name, entry in self._entries.items()}
         self.generation_config = self._tokens | {"_from_model_config": True}
+        self._latest: tuple[str, np.ndarray | None] = ("", None)
 
-    def read(self, name: str) -> np.ndarray:
-        """Decodes one tensor to float32 as Hugging Face stores it.
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Decodes one tensor, or a part of it, to float32 as Hugging Face stores it.
 
         Raises:
           ValueError: if the file holds no such tensor.
         """
         if name not in self._entries:
             raise ValueError(f"name={name!r} is not in {self._name}: see .shapes for those that are")
+        if self._latest[0] != name:  # each device asks for its part of one tensor before the next
+            self._latest = name, self._decode(name)
+        return self._latest[1][index]
+
+    def _decode(self, name: str) -> np.ndarray:
         entry = self._entries[name]
         rows = None if entry.expert is None else (entry.expert, entry.expert + 1)
         weights = self._file.decode(entry.tensor, rows).reshape(self.shapes[name])

@@ -46,7 +46,10 @@ def from_dict(fields: dict, *, name: str) -> Config:
         raise ValueError(
             f"{name}: decoder_sparse_step={fields['decoder_sparse_step']} asks for dense layers among experts"
         )
-    hf = AutoConfig.for_model(**fields)
+    try:
+        hf = AutoConfig.for_model(**fields)
+    except Exception as error:  # transformers checks the types of fields with errors of many classes
+        raise ValueError(f"{name}: transformers does not take this config.json ({error})") from error
     activation = getattr(hf, "hidden_activation", None) or hf.hidden_act
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation {activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
@@ -195,7 +198,7 @@ def to_hf(config: Config, *, dtype: str) -> PreTrainedConfig:
         fields["layer_types"] = ["sliding_attention" if local else "full_attention" for local in c.locality]
     if model_type.startswith("gemma"):
         fields |= {
-            "query_pre_attn_scalar": c.score_scale**-2,
+            "query_pre_attn_scalar": round(c.score_scale**-2),  # transformers wants an integer
             "attn_logit_softcapping": c.attention_softcap,
             "final_logit_softcapping": c.final_softcap,
         }

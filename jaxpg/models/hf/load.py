@@ -1,6 +1,7 @@
 """Checkpoint -> sharded parameters, tensor by tensor."""
 
 import dataclasses
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,11 +155,16 @@ def _assemble(tensors, shape: tuple[int, ...], dtype, place, source: Source) -> 
     if not leading:
         return cell(tensors[0])
     # Written into one buffer in place: a stack of all cells at the end would hold the parameter twice.
-    stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
-    write = jax.jit(_write, donate_argnums=0, out_shardings=place)
+    stack, write = jnp.zeros(shape, dtype, device=place), _writer(place)
     for tensor in tensors:
         stack = write(stack, cell(tensor), np.asarray(tensor.index, np.int32))
     return jax.block_until_ready(stack)
+
+
+@lru_cache
+def _writer(place):
+    """Compiles once for each shape and place, not for each load."""
+    return jax.jit(_write, donate_argnums=0, out_shardings=place)
 
 
 def _write(stack: jax.Array, cell: jax.Array, index: jax.Array) -> jax.Array:
