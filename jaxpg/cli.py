@@ -33,18 +33,22 @@ def main(
       description: shown by --help.
       args: default the command line.
     """
+    try:
+        prepared = prepare(_parse(config, description, args))
+    except ValueError as error:
+        _refuse(str(error))
+    run(prepared)
+
+
+def _parse(config: type[Config], description: str, args: list[str] | None) -> Config:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            options = tyro.cli(config, description=description, args=args)
-        prepared = prepare(options)
+            return tyro.cli(config, description=description, args=args)
     except SystemExit as stop:  # --help ends here too, with code 0 and nothing on stderr
         if stop.code:
             _refuse(_one_line(said.getvalue()))
         raise
-    except ValueError as error:
-        _refuse(str(error))
-    run(prepared)
 
 
 def _refuse(message: str) -> None:
