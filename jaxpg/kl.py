@@ -132,8 +132,10 @@ def double_or_halve(coef, kl, *, low: float, high: float) -> Array:
       [] float32, the coefficient of the next update. Not meant to be differentiated.
 
     Raises:
-      ValueError: if `low` is negative or `high` is below `low`.
+      ValueError: if `low` is negative, `high` is below `low`, or `coef` is a plain number and not positive: 0 would
+        stay 0.
     """
+    checks.positive("coef", coef)
     checks.non_negative("low", low)
     checks.at_least("high", high, low)
     coef, kl = checks.as_float(coef), checks.as_float(kl)
@@ -158,8 +160,10 @@ def proportional(coef, kl, *, target: float, horizon: float, batch: float) -> Ar
       [] float32, the coefficient of the next update. Not meant to be differentiated.
 
     Raises:
-      ValueError: if `target` or `horizon` is not positive or `batch` is negative.
+      ValueError: if `target` or `horizon` is not positive, `batch` is negative, or `coef` is a plain number and not
+        positive: 0 would stay 0.
     """
+    checks.positive("coef", coef)
     checks.positive("target", target)
     checks.positive("horizon", horizon)
     checks.non_negative("batch", batch)

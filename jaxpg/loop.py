@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpg import checks
 from jaxpg import metrics as metrics_lib
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.metrics import JsonlWriter
@@ -126,17 +127,24 @@ def policy_gradient_step(
       to_batch: computes advantages; jitted.
       update: jitted.
       epochs: passes over each rollout.
-      minibatches: updates a pass; the rows are shuffled anew for each pass.
+      minibatches: updates a pass; the rows are shuffled anew for each pass. Must divide the rows of a rollout.
       adapt: (state, batch) -> (state, metrics) after the last update of a rollout, e.g. of `update.make_kl_adaptation`;
-        jitted.
+        jitted. It moves `TrainState.kl_coef`, which must start above 0.
+
+    Raises:
+      ValueError: if `epochs` or `minibatches` is below 1; in the first step, if what is said above does not hold.
     """
+    checks.at_least("epochs", epochs, 1)
+    checks.at_least("minibatches", minibatches, 1)
     take = jax.jit(_take_rows, static_argnames="count")
 
     def step(state: TrainState, k: int) -> tuple[TrainState, Row]:
-        key = jax.random.fold_in(state.key, k)
-        clock = _Clock()
+        if adapt is not None and k == 0:
+            _check_kl_coef(state)
+        key, clock = jax.random.fold_in(state.key, k), _Clock()
         asked = prompts(k)
         rollout = jax.block_until_ready(sample(state.params, asked.tokens, asked.mask, jax.random.fold_in(key, 0)))
+        _check_divides(minibatches, rollout)
         clock.lap("sample")
         scores = score(asked.problems, rollout)
         _check_finite(scores)
@@ -189,6 +197,20 @@ def _check_finite(scores: Scores) -> None:
             f"score: reward {scores.rewards[prompt, sample]} for sample {sample} of prompt {prompt}, one of {len(bad)} "
             "that are not finite: mend the scorer, or set valid=False where it does not apply"
         )
+
+
+def _check_kl_coef(state: TrainState) -> None:
+    if not state.kl_coef > 0:
+        raise ValueError(
+            f"kl_coef={state.kl_coef}: must be greater than 0 to be adapted, the controllers multiply it; "
+            "start from train_state.init(..., kl_coef=0.2), or leave `adapt` out"
+        )
+
+
+def _check_divides(minibatches: int, rollout: Rollout) -> None:
+    rows = rollout.tokens.shape[0]
+    if rows % minibatches:
+        raise ValueError(f"minibatches={minibatches} does not divide the {rows} rows of a rollout: choose a divisor")
 
 
 def _minibatches(key: Array, epochs: int, minibatches: int) -> Iterator[tuple[Array, int]]:

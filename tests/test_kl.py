@@ -163,6 +163,11 @@ def test_shapes_and_bfloat16(name):
             lambda: kl.proportional(0.1, 1.0, target=1.0, horizon=0, batch=1),
             "horizon=0: must be greater than 0",
         ),
+        (lambda: kl.double_or_halve(0.0, 1.0, low=1.0, high=2.0), "coef=0.0: must be greater than 0"),
+        (
+            lambda: kl.proportional(0.0, 1.0, target=1.0, horizon=1, batch=1),
+            "coef=0.0: must be greater than 0",
+        ),
     ],
 )
 def test_errors_name_argument_value_and_remedy(call, message):
