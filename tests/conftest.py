@@ -21,7 +21,14 @@ def x64():
         yield
 
 
-SLOWEST_FIRST = ("test_hf_parity_fixtures", "test_quickstart", "test_algorithms", "test_update", "test_exact", "test_models")
+SLOWEST_FIRST = (
+    "test_hf_parity_fixtures",
+    "test_quickstart",
+    "test_algorithms",
+    "test_update",
+    "test_exact",
+    "test_models",
+)
 
 
 def pytest_collection_modifyitems(items):
