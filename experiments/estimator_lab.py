@@ -11,7 +11,8 @@ tokens. Every group of completions is enumerated, so the numbers are expectation
   variance   E|g − E[g]|² / |∇J|²
   SNR        |E[g]|² / E|g − E[g]|², which does not depend on the estimator's scale
 
-The first table is on policy. In the second one the policy has moved since it sampled, as in a second epoch.
+The first table is on policy. In the second one the policy has moved since it sampled, as in a second epoch; critics
+have learned V of the policy that sampled.
 """
 
 import dataclasses
@@ -96,6 +97,8 @@ def prepare(config: Config) -> tuple[Config, exact.TokenMDP]:
     """Checks the options before anything is computed."""
     if config.group_size < 2:
         raise ValueError(f"--group-size={config.group_size}: group baselines need at least 2 completions")
+    if config.horizon < 2:
+        raise ValueError(f"--horizon={config.horizon}: must be at least 2, the hard prompt wants two tokens")
     for name in ("drift", "critic_error"):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(config, name)}: must not be negative")
@@ -117,12 +120,12 @@ def run(prepared: tuple[Config, exact.TokenMDP]) -> None:
     console.print(
         f"G = {config.group_size}; solved with probability {probability[0]:.2f} (easy), {probability[1]:.2f} (hard)"
     )
+    critics = critic_values(mdp, table, config)  # of the policy that sampled, in both tables
     measured = {}
     for title, ladder, params in (
         ("On policy", on_policy(config.horizon), table),
         (f"Off policy: logits moved by {config.drift:g} since sampling", off_policy(config.horizon), drifted),
     ):
-        critics = critic_values(mdp, params, config)
         measured[title] = {
             name: exact.moments(
                 mdp,
@@ -130,6 +133,7 @@ def run(prepared: tuple[Config, exact.TokenMDP]) -> None:
                 dataclasses.replace(algorithm, value_loss=None, targets=None),  # the actor's gradient alone
                 config.group_size,
                 sampling_params=table,
+                ref_params=table,  # hence a KL of 0 in the reward
                 values=critics[critic],
                 kl_coef=1.0,
             )
