@@ -4,9 +4,15 @@ To read an algorithm, read its function; to compare two, compare their arguments
 `Algorithm(advantage=..., loss=..., aggregate=...)` with functions of your own. TRPO is `trpo` with
 `trust_region.make_update` in place of `update.make_update`. Bradley-Terry, DPO and IPO read pairs, see `preference`.
 
-The granularity of actions is data, not an option: where the experience carries `segments` (one number an action),
-`ppo`, `ppo_clip`, `grpo` and the rest of the clipped family have one ratio, one clip and one loss term for each
-segment, and GAE runs over segments. Without, an action is a token.
+The granularity of actions is data, not an option: an action is a token, or a segment where the experience carries
+`segments` (one number an action). Who reads them:
+  advantages of segments: `reinforce_to_go`, `reinforce_baseline`, `reinforce_pp`, `actor_critic_gae`, `trpo`,
+    `ppo_penalty`, `ppo`, `rlhf`; all others credit the response as a whole, but `actor_critic` counts its n in tokens
+  one ratio and clip for each segment: `ppo`, `rlhf`, `ppo_clip`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo`,
+    `dr_grpo`, `dapo`, `lite_ppo`, `pass_at_k`, `gdpo` (see `batch_losses.by_segment`), `gspo`
+  ratios of tokens all the same: `trpo`, `ppo_penalty`, `cispo`, `sapo`, and the weights of `with_truncated_importance`
+    and `with_icepop`; of responses all the same: `rloo_clip`, `gmpo`
+Losses without a ratio are indifferent: the log-prob of a segment is the sum of its tokens'.
 
 Equations of the two articles the ladder follows, and where they live.
 
@@ -14,7 +20,7 @@ Lan 2025, "From REINFORCE to Dr. GRPO" (numbers are the article's):
   1 return `returns.reward_to_go` | 2–5 V and Q `exact.true_values`, test_exact | 6 objective `exact.objective` |
   7–9 policy gradient theorem, with and without γ^t: test_exact | 10 `reinforce` | 11, 12 `reinforce_baseline` |
   13 `remax` | 14 `rloo` | off-policy surrogate `losses.surrogate` | 15, 16 `ppo_clip` | 17 `returns.gae`, `ppo` |
-  advantage normalisation `masked.whiten` | 18 `grpo` | 19 `dr_grpo` with G/(G−1), which is `rloo_clip` |
+  advantage normalisation `masked.whiten` | 18 `grpo` | 19 `dr_grpo` times G/(G−1): on policy that is `rloo` |
   20 `advantages.group_normalized` | 21 `dr_grpo`
 
 Caruzzo 2026, "How policy-gradient methods became practical for reasoning models" (by section):
@@ -34,7 +40,9 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from jaxpg import advantages, aggregate, kl, losses, ratios, segments, value_losses
+from jaxpg import advantages, aggregate, batch_losses, kl, losses, ratios, segments, value_losses
+from jaxpg.batch_losses import by_segment, old_and_advantages
+from jaxpg.checks import require
 from jaxpg.experience import (
     critic_targets,
     gae,
@@ -47,25 +55,28 @@ from jaxpg.experience import (
     with_kl_in_reward,
 )
 from jaxpg.objective import Algorithm, Outputs, Policy, PolicyLoss, make_loss_fn, to_batch  # noqa: F401, public here
-from jaxpg.types import Array, Batch, Experience
+from jaxpg.types import Array, Experience
 
 # ---- REINFORCE and its baselines ------------------------------------------------------------------------------------
 
 
 def supervised() -> Algorithm:
-    """Maximum likelihood: REINFORCE with advantage 1 on completions that somebody else wrote."""
-    return Algorithm(
-        advantage=lambda e: jnp.ones_like(e.rewards),
-        loss=lambda log_probs, batch: losses.reinforce(log_probs, jnp.ones_like(log_probs)),
-        aggregate=aggregate.token_mean,
-    )
+    """Maximum likelihood: REINFORCE with advantage 1 on completions that somebody else wrote.
+
+    The advantages of a batch weigh its tokens, 0 for a sample that is not `valid`; a batch without has weights 1.
+    """
+
+    def loss(log_probs, batch):
+        return losses.reinforce(log_probs, jnp.ones_like(log_probs) if batch.advantages is None else batch.advantages)
+
+    return Algorithm(advantage=lambda e: jnp.ones_like(e.rewards), loss=loss, aggregate=aggregate.token_mean)
 
 
 def reinforce() -> Algorithm:
     """REINFORCE: the whole return for every action, no baseline (Williams 1992)."""
     return Algorithm(
         advantage=response_rewards,
-        loss=_score_loss,
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -77,7 +88,7 @@ def reinforce_to_go(*, discount: float = 1.0) -> Algorithm:
     """
     return Algorithm(
         advantage=partial(reward_to_go, discount=discount),
-        loss=_score_loss,
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -86,7 +97,7 @@ def reinforce_baseline(baseline: Callable[[Experience], Array], *, discount: flo
     """REINFORCE less any b(s) that ignores the action: experience -> [B, T], [B, 1] or []; unbiased, less variance."""
     return Algorithm(
         advantage=lambda e: reward_to_go(e, discount=discount) - baseline(e),
-        loss=_score_loss,
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -94,8 +105,8 @@ def reinforce_baseline(baseline: Callable[[Experience], Array], *, discount: flo
 def remax() -> Algorithm:
     """ReMax: the baseline is the reward of the greedy completion (Li 2024)."""
     return Algorithm(
-        advantage=lambda e: advantages.greedy_baseline(response_rewards(e), e.greedy_rewards, e.valid),
-        loss=_score_loss,
+        advantage=lambda e: advantages.greedy_baseline(response_rewards(e), require(e, "greedy_rewards"), e.valid),
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -104,7 +115,7 @@ def rloo() -> Algorithm:
     """RLOO: the baseline is the mean reward of the other samples (Kool 2019; Ahmadian 2024)."""
     return Algorithm(
         advantage=group(advantages.leave_one_out),
-        loss=_score_loss,
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -114,7 +125,7 @@ def rloo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
     clip = partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high)
     return Algorithm(
         advantage=group(advantages.leave_one_out),
-        loss=lambda log_probs, batch: _by_segment(clip, log_probs, batch, segments.response(batch.action_mask)),
+        loss=lambda log_probs, batch: by_segment(clip, log_probs, batch, segments.response(batch.action_mask)),
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -123,7 +134,7 @@ def opo() -> Algorithm:
     """OPO: the length-weighted mean reward as baseline, exactly on policy (Hao 2025)."""
     return Algorithm(
         advantage=lambda e: advantages.length_weighted_baseline(response_rewards(e), lengths(e), e.valid),
-        loss=_score_loss,
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -132,7 +143,7 @@ def maxrl() -> Algorithm:
     """MaxRL: centred rewards over their mean, which climbs towards log-likelihood (Tajwar 2026)."""
     return Algorithm(
         advantage=group(advantages.mean_normalized),
-        loss=_score_loss,
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
     )
 
@@ -144,11 +155,11 @@ def actor_critic(*, n: int = 1, discount: float = 1.0, value_coef: float = 0.5) 
     """A3C: n rewards and then the critic (Mnih 2016). n = 1 is TD(0); n >= the longest response is return − V."""
     targets = partial(n_step, n=n, discount=discount)
     return Algorithm(
-        advantage=lambda e: targets(e) - e.values,
-        loss=_score_loss,
+        advantage=lambda e: targets(e) - require(e, "values"),
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
         targets=targets,
-        value_loss=lambda values, batch: value_coef * value_losses.squared(values, batch.returns),
+        value_loss=lambda values, batch: value_coef * value_losses.squared(values, require(batch, "returns")),
     )
 
 
@@ -157,10 +168,10 @@ def actor_critic_gae(*, discount: float = 1.0, lambda_: float = 0.95, value_coef
     estimate = partial(gae, discount=discount, lambda_=lambda_)
     return Algorithm(
         advantage=estimate,
-        loss=_score_loss,
+        loss=batch_losses.score,
         aggregate=aggregate.sequence_mean_token_sum,
         targets=lambda e: critic_targets(estimate(e), e),
-        value_loss=lambda values, batch: value_coef * value_losses.squared(values, batch.returns),
+        value_loss=lambda values, batch: value_coef * value_losses.squared(values, require(batch, "returns")),
     )
 
 
@@ -168,16 +179,20 @@ def trpo(*, discount: float = 1.0, lambda_: float = 0.95) -> Algorithm:
     """TRPO's objective, GAE under the plain surrogate; the constraint is `trust_region.make_update` (Schulman 2015)."""
     return Algorithm(
         advantage=partial(gae, discount=discount, lambda_=lambda_),
-        loss=lambda log_probs, batch: losses.surrogate(log_probs, batch.log_probs, batch.advantages),
+        loss=lambda log_probs, batch: losses.surrogate(log_probs, *old_and_advantages(batch)),
         aggregate=aggregate.token_mean,
     )
 
 
 def ppo_penalty(*, discount: float = 1.0, lambda_: float = 0.95, value_coef: float = 0.5) -> Algorithm:
-    """PPO with a penalty β·KL(π_old ‖ π) (Schulman 2017, eq. 8); β is `TrainState.kl_coef`: `kl.double_or_halve`."""
+    """PPO with a penalty β·KL(π_old ‖ π) (Schulman 2017, eq. 8); β is `TrainState.kl_coef`.
+
+    `update.make_kl_adaptation` moves β by factors, so it needs `train_state.init(..., kl_coef=...)` above 0: 0, the
+    default there, is no penalty and stays none.
+    """
     return dataclasses.replace(
         actor_critic_gae(discount=discount, lambda_=lambda_, value_coef=value_coef),
-        loss=_penalty_loss,
+        loss=batch_losses.kl_penalty,
         aggregate=aggregate.token_mean,
     )
 
@@ -194,13 +209,18 @@ def ppo(
 ) -> Algorithm:
     """PPO: whitened GAE, clipped ratio, clipped critic (Schulman 2017, eqs. 7, 9); over segments, if there are any."""
     estimate = partial(gae, discount=discount, lambda_=lambda_)
+
+    def value_loss(values, batch):
+        old, targets = require(batch, "values"), require(batch, "returns")
+        return value_coef * value_losses.clipped(values, old, targets, clip=value_clip)
+
     return Algorithm(
         advantage=lambda e: whiten(estimate(e), e),
-        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high),
+        loss=partial(batch_losses.clip, clip_low=clip_low, clip_high=clip_high),
         aggregate=aggregate.token_mean,
         entropy_coef=entropy_coef,
         targets=lambda e: critic_targets(estimate(e), e),
-        value_loss=lambda v, batch: value_coef * value_losses.clipped(v, batch.values, batch.returns, clip=value_clip),
+        value_loss=value_loss,
     )
 
 
@@ -224,24 +244,29 @@ def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float 
     """
     return Algorithm(
         advantage=group(advantages.batch_normalized),
-        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        loss=partial(batch_losses.clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregate=aggregate.token_mean,
     )
 
 
 def reinforce_pp(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
-    """REINFORCE++: reward-to-go with k1 in the reward, whitened over the batch's tokens (Hu 2025)."""
-    return dataclasses.replace(
-        ppo_clip(clip_low=clip_low, clip_high=clip_high),
-        advantage=lambda e: whiten(reward_to_go(with_kl_in_reward(e)), e),
-    )
+    """REINFORCE++: reward-to-go with k1 in the reward, whitened over the batch's tokens (Hu 2025).
+
+    Without KL if the experience has neither `kl_coef` nor `ref_log_probs`.
+    """
+
+    def advantage(e):
+        anchored = e.kl_coef is not None or e.ref_log_probs is not None
+        return whiten(reward_to_go(with_kl_in_reward(e) if anchored else e), e)
+
+    return dataclasses.replace(ppo_clip(clip_low=clip_low, clip_high=clip_high), advantage=advantage)
 
 
 def reinforce_pp_baseline(*, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0) -> Algorithm:
     """REINFORCE++ with baseline: group mean off, then scaled over the batch, k2 in the loss (Hu 2025)."""
     return Algorithm(
         advantage=group(advantages.group_centered_batch_normalized),
-        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, estimator=kl.k2),
+        loss=partial(batch_losses.clip, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, estimator=kl.k2),
         aggregate=aggregate.token_mean,
     )
 
@@ -250,16 +275,19 @@ def grpo(*, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0)
     """GRPO: z-score in the group, mean over tokens then over samples, k3 in the loss (Shao 2024, eq. 3)."""
     return Algorithm(
         advantage=group(advantages.group_normalized),
-        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef),
+        loss=partial(batch_losses.clip, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef),
         aggregate=aggregate.sequence_mean_token_mean,
     )
 
 
 def dr_grpo(*, max_new_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
-    """Dr. GRPO: GRPO less its two normalisers (Liu 2025); the budget, a constant, replaces the length."""
+    """Dr. GRPO: GRPO less its two normalisers (Liu 2025); the budget, a constant, replaces the length.
+
+    On policy its gradient times G/(G−1)·max_new_tokens equals that of `rloo`.
+    """
     return Algorithm(
         advantage=group(advantages.group_centered),
-        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high),
+        loss=partial(batch_losses.clip, clip_low=clip_low, clip_high=clip_high),
         aggregate=partial(aggregate.constant_length, length=max_new_tokens),
     )
 
@@ -272,7 +300,7 @@ def dapo(*, limit: int, margin: int, clip_low: float = 0.2, clip_high: float = 0
     penalty = partial(advantages.overlong_penalty, limit=limit, margin=margin)
     return Algorithm(
         advantage=lambda e: advantages.group_normalized(response_rewards(e) + penalty(lengths(e)), e.valid),
-        loss=partial(_clip_loss, clip_low=clip_low, clip_high=clip_high),
+        loss=partial(batch_losses.clip, clip_low=clip_low, clip_high=clip_high),
         aggregate=aggregate.token_mean,
     )
 
@@ -291,10 +319,13 @@ def pass_at_k(*, k: int, clip_low: float = 0.2, clip_high: float = 0.2) -> Algor
 
 def gdpo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
     """GDPO: GRPO for several rewards, each normalised by itself before they are added (Liu 2026)."""
-    return dataclasses.replace(
-        grpo(clip_low=clip_low, clip_high=clip_high),
-        advantage=lambda e: advantages.decoupled(e.scores, e.scores_valid),
-    )
+
+    def advantage(e):
+        scores = require(e, "scores")
+        applied = True if e.scores_valid is None else e.scores_valid
+        return advantages.decoupled(scores, jnp.broadcast_to(e.valid[..., None] & applied, scores.shape))
+
+    return dataclasses.replace(grpo(clip_low=clip_low, clip_high=clip_high), advantage=advantage)
 
 
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Algorithm:
@@ -303,8 +334,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Algorithm:
         grpo(),
         loss=lambda log_probs, batch: losses.gspo(
             log_probs,
-            batch.log_probs,
-            batch.advantages,
+            *old_and_advantages(batch),
             batch.action_mask,
             clip_low=clip_low,
             clip_high=clip_high,
@@ -317,7 +347,7 @@ def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> Algorithm:
     """GMPO: GRPO with the geometric mean of clipped token ratios (Zhao 2025)."""
     clip = partial(losses.gmpo, clip_low=clip_low, clip_high=clip_high)
     return dataclasses.replace(
-        grpo(), loss=lambda log_probs, b: clip(log_probs, b.log_probs, b.advantages, b.action_mask)
+        grpo(), loss=lambda log_probs, batch: clip(log_probs, *old_and_advantages(batch), batch.action_mask)
     )
 
 
@@ -326,7 +356,7 @@ def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0) -> Algorithm:
     clip = partial(losses.cispo, clip_low=clip_low, clip_high=clip_high)
     return Algorithm(
         advantage=group(advantages.group_normalized),
-        loss=lambda log_probs, batch: clip(log_probs, batch.log_probs, batch.advantages),
+        loss=lambda log_probs, batch: clip(log_probs, *old_and_advantages(batch)),
         aggregate=aggregate.token_mean,
     )
 
@@ -334,7 +364,7 @@ def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0) -> Algorithm:
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Algorithm:
     """SAPO: GRPO with a soft gate in place of the clip (Gao 2025)."""
     gate = partial(losses.sapo, temperature_positive=temperature_positive, temperature_negative=temperature_negative)
-    return dataclasses.replace(grpo(), loss=lambda log_probs, batch: gate(log_probs, batch.log_probs, batch.advantages))
+    return dataclasses.replace(grpo(), loss=lambda log_probs, batch: gate(log_probs, *old_and_advantages(batch)))
 
 
 # ---- Changes to any of the above ------------------------------------------------------------------------------------
@@ -342,57 +372,9 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
 
 def with_truncated_importance(algorithm: Algorithm, *, cap: float = 2.0) -> Algorithm:
     """Corrects a sampler whose probabilities differ from the trainer's: see `ratios.truncated`."""
-    return _weighted(algorithm, partial(ratios.truncated, cap=cap))
+    return batch_losses.weighted(algorithm, partial(ratios.truncated, cap=cap))
 
 
 def with_icepop(algorithm: Algorithm, *, low: float = 0.5, high: float = 5.0) -> Algorithm:
     """Drops tokens on which sampler and trainer disagree too much (IcePop): see `ratios.banded`."""
-    return _weighted(algorithm, partial(ratios.banded, low=low, high=high))
-
-
-# ---- The losses they share ------------------------------------------------------------------------------------------
-
-
-def _score_loss(log_probs: Array, batch: Batch):
-    return losses.reinforce(log_probs, batch.advantages)
-
-
-def _clip_loss(log_probs: Array, batch: Batch, *, kl_coef: float = 0.0, estimator=kl.k3, **clip):
-    loss, aux = _by_segment(partial(losses.ppo_clip, **clip), log_probs, batch, batch.segments)
-    if kl_coef == 0.0:
-        return loss, aux
-    penalty = estimator(log_probs, batch.ref_log_probs)
-    return loss + kl_coef * penalty, aux | {"kl_ref": penalty}
-
-
-def _penalty_loss(log_probs: Array, batch: Batch):
-    """Surrogate + β·KL(π_old ‖ π), the KL by k3 from the samples of π_old: in value and gradient unbiased there."""
-    loss, aux = losses.surrogate(log_probs, batch.log_probs, batch.advantages)
-    return loss + batch.kl_coef[:, None] * kl.k3(batch.log_probs, log_probs), aux
-
-
-def _by_segment(loss_fn: Callable, log_probs: Array, batch: Batch, ids: Array | None):
-    """Applies a loss of ratios to segments as actions: the ratio of a segment is that of its tokens' product.
-
-    Every token carries its segment's loss over the segment's length, so that sums count each segment once.
-    """
-    if ids is None:
-        return loss_fn(log_probs, batch.log_probs, batch.advantages)
-    mask = batch.action_mask
-    total, size = partial(segments.total, segments=ids, mask=mask), segments.total(jnp.ones_like(log_probs), ids, mask)
-    loss, aux = loss_fn(total(log_probs), total(batch.log_probs), batch.advantages)
-    return loss / jnp.maximum(size, 1.0), aux
-
-
-def _weighted(algorithm: Algorithm, weight: Callable[[Array, Array], Array]) -> Algorithm:
-    """Multiplies the loss by weight(trainer's log-probs, sampler's log-probs) of the policy that sampled."""
-    inner: PolicyLoss = algorithm.loss
-
-    def loss(log_probs, batch):
-        if batch.sampler_log_probs is None:
-            raise ValueError("sampler_log_probs is None: give the experience `trainer_log_probs`, recomputed at π_old")
-        per_token, aux = inner(log_probs, batch)
-        weights = weight(batch.log_probs, batch.sampler_log_probs)
-        return per_token * weights, aux | {"sampler_weight": weights}
-
-    return dataclasses.replace(algorithm, loss=loss)
+    return batch_losses.weighted(algorithm, partial(ratios.banded, low=low, high=high))

@@ -9,7 +9,28 @@ import numbers
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpg.types import Array
+from jaxpg.types import Array, Batch, Experience
+
+# How to come by the fields that only some algorithms read.
+_REMEDIES = {
+    "advantages": "make the batch with objective.to_batch, or set Batch.advantages",
+    "greedy_rewards": "set Experience.greedy_rewards [P], the rewards of the greedy completions",
+    "kl_coef": "set Experience.kl_coef [] for a KL in the reward; update.make_update sets Batch.kl_coef",
+    "log_probs": "make the batch with objective.to_batch, or set Batch.log_probs [B, T], those of π_old",
+    "ref_log_probs": "set Experience.ref_log_probs [B, T], of the reference policy, or ask for no KL to it",
+    "returns": "give the algorithm `targets` and make the batch with objective.to_batch",
+    "sampler_log_probs": "set Experience.trainer_log_probs [B, T], the rollout's as the trainer computes them at π_old",
+    "scores": "set Experience.scores [P, G, K], the rewards of the K scorers apart",
+    "values": "set Experience.values [B, T], the critic's V before each action",
+}
+
+
+def require(data: Experience | Batch, name: str) -> Array:
+    """Returns an optional field, or raises ValueError: the algorithm at hand cannot do without it."""
+    value = getattr(data, name)
+    if value is None:
+        raise ValueError(f"{name} is None in the {type(data).__name__}: this algorithm reads it; {_REMEDIES[name]}")
+    return value
 
 
 def as_float(x) -> Array:

@@ -2,8 +2,10 @@
 
 With 3 tokens and a horizon of 3 a prompt has at most 27 completions, so every expectation is a finite sum: the true
 J(θ) and ∇J(θ), and for any estimator g built from this library the exact E[g] and Var[g] over all groups of G
-completions. What runs here is the code that trains: `objective.to_batch` and `objective.make_loss_fn`. Everything is
-computed in float64.
+completions. What runs here is the code that trains: `objective.to_batch` and `objective.make_loss_fn`.
+
+`moments`, `success` and `true_values` compute in float64, whatever JAX is set to. `objective` and `log_probs`, which
+are there to be differentiated, compute in the types they are given: wrap them in `jax.enable_x64(True)` for a proof.
 
     mdp = exact.TokenMDP(rewards=lambda prompt, completion: float(sum(completion) == 3))
     table = jax.random.normal(jax.random.key(0), mdp.table_shape)
@@ -189,7 +191,7 @@ def moments(
     trainer_params=None,
     ref_params=None,
     values: np.ndarray | None = None,
-    kl_coef: float = 0.0,
+    kl_coef: float | None = None,
     limit: int = LIMIT,
 ) -> Moments:
     """Computes the exact mean and variance of a gradient estimate, over all draws of G completions of each prompt.
@@ -208,7 +210,7 @@ def moments(
       trainer_params: π_old as the trainer computes it, where it differs from the sampler; None for no difference.
       ref_params: of the reference policy.
       values: [P·N, T] the critic's V on `trajectories(mdp)`, e.g. `true_values(mdp, params)` plus an error.
-      kl_coef: β.
+      kl_coef: β, of algorithms that read one.
       limit: largest number of groups to enumerate.
 
     Returns:
@@ -240,7 +242,7 @@ def moments(
     return Moments(gradient=gradient, mean=mean, variance=np.maximum(square - mean**2, 0.0))
 
 
-def _experience(listed: Trajectories, arrays: dict, rows: Array, greedy: Array, kl_coef: float) -> Experience:
+def _experience(listed: Trajectories, arrays: dict, rows: Array, greedy: Array, kl_coef: float | None) -> Experience:
     """Lays the trajectories `rows` [P, G] out as a sampler and a scorer would."""
     flat = rows.reshape(-1)
     picked = {name: None if x is None else jnp.asarray(x)[flat] for name, x in arrays.items()}
@@ -260,7 +262,7 @@ def _experience(listed: Trajectories, arrays: dict, rows: Array, greedy: Array, 
         values=picked["values"],
         ref_log_probs=picked["ref_log_probs"],
         trainer_log_probs=picked["trainer_log_probs"],
-        kl_coef=jnp.asarray(kl_coef, float),
+        kl_coef=None if kl_coef is None else jnp.asarray(kl_coef, float),
     )
 
 
@@ -272,7 +274,8 @@ def _as_estimator(estimator: Algorithm | Estimator, policy: Policy) -> Estimator
 
     def estimate(params, experience: Experience):
         batch = to_batch(estimator, experience)
-        batch = dataclasses.replace(batch, kl_coef=jnp.broadcast_to(experience.kl_coef, batch.tokens.shape[:1]))
+        if experience.kl_coef is not None:
+            batch = dataclasses.replace(batch, kl_coef=jnp.broadcast_to(experience.kl_coef, batch.tokens.shape[:1]))
         return jax.grad(lambda p: -loss_fn(p, batch)[0].mean)(params)
 
     return estimate

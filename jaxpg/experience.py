@@ -5,20 +5,24 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxpg import kl, masked, returns, segments
+from jaxpg import checks, kl, masked, returns, segments
 from jaxpg.types import Array, Experience
 
 
 def with_kl_in_reward(experience: Experience) -> Experience:
-    """Subtracts β·k1 from every token's reward; unchanged without `ref_log_probs`. β is `experience.kl_coef`."""
-    if experience.ref_log_probs is None:
-        return experience
-    mask = experience.rollout.action_mask
-    penalty = experience.kl_coef * kl.k1(
-        masked.fill(experience.rollout.log_probs, mask), masked.fill(experience.ref_log_probs, mask)
-    )
-    rewards = 0.0 if experience.token_rewards is None else experience.token_rewards
-    return dataclasses.replace(experience, token_rewards=rewards - penalty)
+    """Subtracts β·k1 from every token's reward, where k1 = log π_old − log π_ref and β is `kl_coef`.
+
+    π_old is as the trainer computes it, where `trainer_log_probs` are given: so is π_ref.
+
+    Raises:
+      ValueError: without `kl_coef` or `ref_log_probs`.
+    """
+    e, mask = experience, experience.rollout.action_mask
+    coef, reference = checks.require(e, "kl_coef"), checks.require(e, "ref_log_probs")
+    old = e.rollout.log_probs if e.trainer_log_probs is None else e.trainer_log_probs
+    penalty = coef * kl.k1(masked.fill(old, mask), masked.fill(reference, mask))
+    rewards = 0.0 if e.token_rewards is None else e.token_rewards
+    return dataclasses.replace(e, token_rewards=rewards - penalty)
 
 
 def response_rewards(experience: Experience) -> Array:
@@ -53,30 +57,34 @@ def whiten(advantages: Array, experience: Experience) -> Array:
 
 
 def reward_to_go(experience: Experience, *, discount: float = 1.0) -> Array:
-    """See `returns.reward_to_go`. [B, T]."""
-    return returns.reward_to_go(token_rewards(experience), experience.rollout.action_mask, discount=discount)
+    """See `returns.reward_to_go`; where the experience carries segments, from a segment's first token on. [B, T]."""
+    e, mask, rewards = experience, experience.rollout.action_mask, token_rewards(experience)
+    if e.segments is None:
+        return returns.reward_to_go(rewards, mask, discount=discount)
+    # All tokens of an action are credited with all that the action earned: GAE at λ = 1 without a critic.
+    return returns.segment_gae(rewards, jnp.zeros_like(rewards), e.segments, mask, discount=discount, lambda_=1.0)
 
 
 def n_step(experience: Experience, *, n: int, discount: float) -> Array:
-    """See `returns.n_step`. [B, T]."""
-    e, mask = experience, experience.rollout.action_mask
-    return returns.n_step(token_rewards(e), e.values, mask, n=n, discount=discount, bootstrap=e.bootstrap)
+    """See `returns.n_step`; its steps are tokens, segments or not. [B, T]."""
+    e, mask, values = experience, experience.rollout.action_mask, checks.require(experience, "values")
+    return returns.n_step(token_rewards(e), values, mask, n=n, discount=discount, bootstrap=e.bootstrap)
 
 
 def gae(experience: Experience, *, discount: float, lambda_: float) -> Array:
     """See `returns.gae`, and `returns.segment_gae` where the experience carries segments. [B, T]."""
-    e, mask = experience, experience.rollout.action_mask
+    e, mask, values = experience, experience.rollout.action_mask, checks.require(experience, "values")
     options = {"discount": discount, "lambda_": lambda_, "bootstrap": e.bootstrap}
     if e.segments is None:
-        return returns.gae(token_rewards(e), e.values, mask, **options)
+        return returns.gae(token_rewards(e), values, mask, **options)
     # The critic's V is read before each segment's first token, and stands for the whole segment.
-    return returns.segment_gae(token_rewards(e), e.values, e.segments, mask, **options)
+    return returns.segment_gae(token_rewards(e), values, e.segments, mask, **options)
 
 
 def critic_targets(advantages: Array, experience: Experience) -> Array:
     """What the critic is to predict [B, T]: A + V, before the first token of each action; elsewhere V as it is."""
-    e = experience
-    targets = advantages + e.values
+    e, values = experience, checks.require(experience, "values")
+    targets = advantages + values
     if e.segments is None:
         return targets
-    return jnp.where(segments.first(e.segments, e.rollout.action_mask), targets, e.values)
+    return jnp.where(segments.first(e.segments, e.rollout.action_mask), targets, values)

@@ -70,7 +70,8 @@ def to_batch(algorithm: Algorithm, experience: Experience) -> Batch:
 
 def _targets(algorithm: Algorithm, experience: Experience) -> Array:
     """The critic's targets; where no scorer applied, what it predicted, so that it learns nothing there."""
-    return jnp.where(experience.valid.reshape(-1, 1), algorithm.targets(experience), experience.values)
+    values = checks.require(experience, "values")
+    return jnp.where(experience.valid.reshape(-1, 1), algorithm.targets(experience), values)
 
 
 def clear(batch: Batch) -> Batch:
@@ -88,7 +89,8 @@ def make_loss_fn(algorithm: Algorithm, policy: Policy):
 
     Metrics are means over the actions of the batch: the entropy, and what the loss tells about itself. Where the
     batch carries the log-probs it was sampled with, also `kl_old`, an estimate (k3) of KL(π_old ‖ π), and
-    `log_prob_gap` = mean |log π − log π_old|: in the first update after a rollout, the mismatch of sampler and trainer.
+    `log_prob_gap` = mean |log π − log π_sampler|: in the first update after a rollout, the mismatch of sampler and
+    trainer, whether the trainer recomputed π_old or not.
 
     Args:
       algorithm: its losses and aggregation.
@@ -117,7 +119,8 @@ def make_loss_fn(algorithm: Algorithm, policy: Policy):
             loss += aux["value_loss"]
         if batch.log_probs is not None:
             aux["kl_old"] = kl.k3(batch.log_probs, log_probs)
-            aux["log_prob_gap"] = jnp.abs(log_probs - batch.log_probs)
+            sampled = batch.log_probs if batch.sampler_log_probs is None else batch.sampler_log_probs
+            aux["log_prob_gap"] = jnp.abs(log_probs - sampled)
         mean = partial(aggregate.token_mean, mask=batch.action_mask)
         metrics = {name: mean(jax.lax.stop_gradient(checks.as_float(x))) for name, x in aux.items()}
         return algorithm.aggregate(loss, batch.action_mask), metrics

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpg import aggregate, kl
+from jaxpg import aggregate, checks, kl
 from jaxpg.objective import Outputs, Policy, clear
 from jaxpg.train_state import TrainState
 from jaxpg.types import Array, Batch, Weighted
@@ -72,15 +72,11 @@ def make_update(
         loss, metrics = loss_fn(params, batch)
         return loss.total.astype(jnp.float32), (loss, metrics)
 
-    def gradient(params, batch):
-        grads, aux = jax.grad(objective, has_aux=True)(params, batch)
-        return grads, aux
-
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # On every row, so that the batch may still be cut anywhere.
         batch = dataclasses.replace(batch, kl_coef=jnp.broadcast_to(state.kl_coef, batch.tokens.shape[:1]))
-        summed = gradient_sum(gradient, state.params, batch, num_microbatches)
-        grads, (loss, metrics) = summed
+        gradient = jax.grad(objective, has_aux=True)
+        grads, (loss, metrics) = gradient_sum(gradient, state.params, batch, num_microbatches)
         scale = jnp.where(loss.weight == 0, 0.0, 1.0 / jnp.where(loss.weight == 0, 1.0, loss.weight))
         grads = jax.tree.map(lambda g: g * scale, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -97,7 +93,7 @@ def make_update(
 
 def kl_to_old(log_probs: Array, batch: Batch) -> Weighted:
     """Estimates the mean KL(π_old ‖ π) of a token from the samples of π_old (k3, nats)."""
-    return aggregate.token_mean(kl.k3(batch.log_probs, log_probs), batch.action_mask)
+    return aggregate.token_mean(kl.k3(checks.require(batch, "log_probs"), log_probs), batch.action_mask)
 
 
 def make_kl_adaptation(
@@ -111,7 +107,9 @@ def make_kl_adaptation(
 
         β ← controller(β, KL)
 
-    It measures the policy as it is after the updates, which the updates' own metrics never see.
+    It measures the policy as it is after the updates, which the updates' own metrics never see. Both controllers of
+    `kl` multiply, so that β = 0 stays 0 for ever: start from `train_state.init(..., kl_coef=...)` above 0. Within jit
+    that cannot be checked; `loop.policy_gradient_step` checks it before anything is compiled.
 
     Args:
       policy: as given to `objective.make_loss_fn`.

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import algorithms, kl, segments, train_state
+from jaxpg import advantages, algorithms, kl, segments, train_state
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.objective import Algorithm, Outputs, make_loss_fn, to_batch
 from jaxpg.types import Experience, Rollout
@@ -170,14 +170,15 @@ def test_padding_and_what_stands_under_the_mask_change_nothing(name):
     assert_same(gradient(ALGORITHMS[name], experience)[0], gradient(ALGORITHMS[name], moved)[0])
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"supervised", "gdpo"}))
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_sample_without_a_score_teaches_nothing(name):
     """Its reward is not read, be it NaN; its advantage is 0 and the critic keeps what it predicted."""
     experience = make_experience()
     valid = experience.valid.at[1, 2].set(False)
 
     def with_reward(reward):
-        changed = dataclasses.replace(experience, valid=valid, rewards=experience.rewards.at[1, 2].set(reward))
+        rewards, scores = (x.at[1, 2].set(reward) for x in (experience.rewards, experience.scores))
+        changed = dataclasses.replace(experience, valid=valid, rewards=rewards, scores=scores)
         return to_batch(ALGORITHMS[name], changed)
 
     batch, other = with_reward(jnp.nan), with_reward(100.0)
@@ -187,6 +188,19 @@ def test_a_sample_without_a_score_teaches_nothing(name):
     if batch.returns is not None:
         np.testing.assert_array_equal(batch.returns[row], experience.values[row])
     assert np.isfinite(np.where(batch.action_mask, batch.advantages, 0.0)).all()
+
+
+def test_gdpo_leaves_out_what_either_mask_says():
+    experience = make_experience()
+    valid, scores_valid = (
+        experience.valid.at[1, 2].set(False),
+        jnp.ones(experience.scores.shape, bool).at[0, 0].set(False),
+    )
+    both = dataclasses.replace(experience, valid=valid, scores_valid=scores_valid)
+    merged = scores_valid & valid[..., None]
+    for e in (both, dataclasses.replace(experience, scores_valid=merged)):
+        expected = advantages.decoupled(experience.scores, merged)
+        np.testing.assert_array_equal(algorithms.gdpo().advantage(e), expected)
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_clip", "grpo", "gspo", "rlhf"])
@@ -301,5 +315,16 @@ def test_readme_code_runs():
     made = [thing for thing in names.values() if isinstance(thing, Algorithm)]
     assert made
     for algorithm in made:
-        found, _ = gradient(algorithm, make_experience())
+        experience = make_experience()
+        found, _ = gradient(algorithm, experience)
         assert np.abs(found["actor"]).max() > 1e-4
+        # What no scorer applied to moves no one's baseline.
+        valid = experience.valid.at[1, 2].set(False)
+        found = [
+            to_batch(
+                algorithm, dataclasses.replace(experience, valid=valid, rewards=experience.rewards.at[1, 2].set(r))
+            )
+            for r in (jnp.nan, 100.0)
+        ]
+        assert np.isfinite(found[0].advantages).all()
+        np.testing.assert_array_equal(found[0].advantages, found[1].advantages)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from enumerable import DENSE, STOPPING, TABLE, UNBIASED, dense, moments, outcome
 
-from jaxpg import advantages, algorithms, exact
+from jaxpg import advantages, aggregate, algorithms, exact, segments
 from jaxpg.objective import Outputs
 
 
@@ -263,6 +263,43 @@ def test_step_level_estimators():
     np.testing.assert_allclose(moments(DENSE, pairs, 1, values=values).bias, 0.0, atol=UNBIASED)
     whole = segmented(algorithms.actor_critic_gae(), lambda e: jnp.zeros_like(e.rollout.tokens))
     np.testing.assert_allclose(moments(DENSE, whole, 1, values=values).bias, 0.0, atol=UNBIASED)
+
+
+def with_segments(algorithm, ids):
+    """Over actions of several tokens, summed and without a wall or a normaliser."""
+
+    def loss(log_probs, batch):
+        return algorithm.loss(log_probs, dataclasses.replace(batch, segments=ids(batch.action_mask)))
+
+    def advantage(e):
+        return algorithm.advantage(dataclasses.replace(e, segments=ids(e.rollout.action_mask)))
+
+    sums = aggregate.sequence_mean_token_sum
+    return dataclasses.replace(algorithm, advantage=advantage, loss=loss, aggregate=sums)
+
+
+SEGMENTS = {
+    "tokens": segments.token,
+    "pairs": lambda mask: jnp.where(mask, (jnp.cumsum(mask, axis=-1) - 1) // 2, -1),
+    "responses": segments.response,
+}
+UNWHITENED = {
+    "reinforce_pp": dataclasses.replace(algorithms.reinforce_pp(), advantage=algorithms.reward_to_go),
+    "ppo": dataclasses.replace(algorithms.ppo(), advantage=partial(algorithms.gae, discount=1.0, lambda_=1.0)),
+    "reinforce_to_go": algorithms.reinforce_to_go(),
+    "reinforce_baseline": algorithms.reinforce_baseline(lambda e: 0.5),
+    "actor_critic_gae": algorithms.actor_critic_gae(),
+    "grpo": dataclasses.replace(algorithms.grpo(), advantage=algorithms.response_rewards),
+}
+
+
+@pytest.mark.parametrize("ids", SEGMENTS)
+@pytest.mark.parametrize("name", UNWHITENED)
+def test_step_level_algorithms_are_unbiased_where_tokens_have_rewards(name, ids):
+    """Each token of an action must be credited with all the action earned, or ratio and advantage do not match."""
+    values = exact.true_values(DENSE, TABLE)
+    m = moments(DENSE, with_segments(UNWHITENED[name], SEGMENTS[ids]), 1, values=values)
+    np.testing.assert_allclose(m.bias, 0.0, atol=UNBIASED)
 
 
 @pytest.mark.parametrize(
