@@ -37,7 +37,7 @@ def token_log_probs(logits, tokens, *, temperature: float = 1.0) -> Array:
     """
     scaled = _next_logits(logits, temperature)
     tokens = checks.integer("tokens", tokens, jnp.shape(logits)[:-1])
-    return _align(_log_probs(scaled, tokens[..., 1:]))
+    return align(_log_probs(scaled, tokens[..., 1:]))
 
 
 def entropy(logits, *, temperature: float = 1.0) -> Array:
@@ -56,7 +56,7 @@ def entropy(logits, *, temperature: float = 1.0) -> Array:
     Raises:
       ValueError: if `logits` has fewer than two axes or `temperature` is not positive.
     """
-    return _align(_entropy(_next_logits(logits, temperature)))
+    return align(_entropy(_next_logits(logits, temperature)))
 
 
 def from_hidden(
@@ -67,6 +67,7 @@ def from_hidden(
     temperature: float = 1.0,
     chunk: int = DEFAULT_CHUNK,
     with_entropy: bool = True,
+    adjust: Callable[[Array, Array, Array], Array] | None = None,
 ) -> tuple[Array, Array | None]:
     """Computes log-probs and entropy from hidden states, never holding the logits [B, T, V].
 
@@ -88,6 +89,7 @@ def from_hidden(
         over devices, each chunk adds up one gradient of the vocabulary projection over them, and a device holds few
         rows: choose it larger there.
       with_entropy: False leaves the entropy out, and None in its place.
+      adjust: the sampler's filters, (tempered logits [..., V], tokens [...], their index t [...]) -> logits [..., V].
 
     Returns:
       Log-probs [..., T] float32, nats, and entropy [..., T] float32, nats.
@@ -105,16 +107,21 @@ def from_hidden(
 
     # In a loop nothing can merge the two computations of the logits, so the barriers against it are not needed.
     @partial(jax.checkpoint, prevent_cse=False)
-    def of_chunk(hidden, tokens):
+    def of_chunk(hidden, tokens, index):
         logits = unembed(hidden)
         if logits.shape[:-1] != tokens.shape:
             raise ValueError(f"unembed maps {hidden.shape} to {logits.shape}: must be [..., E] -> [..., V]")
-        scaled = _scaled(logits, temperature)
+        if adjust is None:
+            scaled = _scaled(logits, temperature)
+        else:
+            scaled = _scaled(adjust(checks.as_float(logits) / temperature, tokens, index), 1.0)
         return _log_probs(scaled, tokens), _entropy(scaled) if with_entropy else None
 
-    chunks = (split(hidden[..., :-1, :], axis=hidden.ndim - 2), split(tokens[..., 1:], axis=tokens.ndim - 1))
+    tokens, last = tokens[..., 1:], tokens.ndim - 1
+    index = jnp.broadcast_to(jnp.arange(1, length + 1), tokens.shape)
+    chunks = (split(hidden[..., :-1, :], axis=last), split(tokens, axis=last), split(index, axis=last))
     results = jax.lax.map(lambda x: of_chunk(*x), chunks)
-    return jax.tree.map(lambda y: _align(_join(y)[..., :length]), results)
+    return jax.tree.map(lambda y: align(_join(y)[..., :length]), results)
 
 
 def _check_hidden(hidden, tokens, temperature, chunk) -> tuple[Array, Array]:
@@ -175,6 +182,6 @@ def _scaled(logits: Array, temperature) -> Array:
     return (logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))) / temperature
 
 
-def _align(x: Array) -> Array:
+def align(x: Array) -> Array:
     """[..., T−1] about the tokens 1..T−1 -> [..., T], 0 in front."""
     return jnp.concatenate([jnp.zeros_like(x, shape=(*x.shape[:-1], 1)), x], axis=-1)

@@ -24,6 +24,7 @@ class StopReason(enum.IntEnum):
 
     BUDGET = 0  # cut after `max_new_tokens`; its last token is not a stop token
     STOP_TOKEN = 1
+    STOP_STRING = 2  # its text contains a stop string since its last token
 
 
 @_pytree
@@ -35,6 +36,7 @@ class Rollout:
     action_mask: Array  # [B, T] bool, tokens the policy drew, the first stop token included
     log_probs: Array  # [B, T] float32, of the distribution sampled from (temperature, filters); 0 off the actions
     stop_reason: Array  # [B] int32, a StopReason
+    plain_log_probs: Array | None = None  # [B, T] float32, of the tempered distribution without filters; 0 off actions
 
 
 @_pytree

@@ -17,8 +17,8 @@ SPLASH_BLOCK = 128  # splash attention works on blocks of this many tokens
 class Past(NamedTuple):
     """Earlier keys and values that new tokens may attend to."""
 
-    keys: Array  # [b, S, K, D]; b divides the number of query rows, B/b adjacent rows share one entry
-    values: Array  # [b, S, K, D]
+    keys: Array  # [b, K, S, D]; b divides the number of query rows, B/b adjacent rows share one entry
+    values: Array  # [b, K, S, D]
     mask: Array  # [b, S] bool
     positions: Array  # [b, S] int32
 
@@ -53,37 +53,42 @@ def attend(config: Config, queries: Array, keys: Array, values: Array, positions
 
 
 def attend_past(config: Config, queries: Array, positions: Array, parts: Sequence[Past], is_local) -> Array:
-    """Attends one token a row to several caches under one softmax.
+    """Attends the newest tokens of each row to several caches under one softmax; causal by position.
 
     A part with b < B rows is read as it is stored: prompts are shared, never repeated per sample.
 
     Args:
       config: scale, softcap, window.
-      queries: [B, 1, H, D].
-      positions: [B, 1] int32, of the queries.
-      parts: caches, together without an all-masked row.
+      queries: [B, M, H, D].
+      positions: [B, M] int32, of the queries.
+      parts: caches, the queries' own keys among them; together without an all-masked row.
       is_local: [] bool, whether this layer sees a window.
 
     Returns:
-      [B, 1, H, D].
+      [B, M, H, D].
     """
-    rows, _, heads, dim = queries.shape
+    rows, new, heads, dim = queries.shape
+
+    def split(x, b, *inner):  # the rows that share an entry become an axis of their own
+        return x.reshape(b, rows // b, *inner)
+
     scores = []
     for part in parts:
-        b, slots, kv_heads, _ = part.keys.shape
-        grouped = queries.reshape(b, rows // b, kv_heads, heads // kv_heads, dim)
-        score = jnp.einsum("bgkrd,bskd->bgkrs", grouped, part.keys, preferred_element_type=jnp.float32)
-        mask = part.mask[:, None, :]
+        b, kv_heads, slots, _ = part.keys.shape
+        grouped = split(queries, b, new, kv_heads, heads // kv_heads, dim)
+        score = jnp.einsum("bgmkrd,bksd->bgkmrs", grouped, part.keys, preferred_element_type=jnp.float32)
+        key_positions, query_positions = part.positions[:, None, None, :], split(positions, b, new, 1)
+        mask = part.mask[:, None, None, :] & (key_positions <= query_positions)
         if config.window is not None:
-            mask &= _inside(config, part.positions[:, None, :], positions.reshape(b, rows // b, 1), is_local)
-        score = jnp.where(mask[:, :, None, None, :], _cap(config, score * config.score_scale), -jnp.inf)
-        scores.append(score.reshape(rows, heads, slots))
+            mask &= _inside(config, key_positions, query_positions, is_local)
+        score = jnp.where(mask[:, :, None, :, None], _cap(config, score * config.score_scale), -jnp.inf)
+        scores.append(score.reshape(rows, kv_heads, new, heads // kv_heads, slots))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
     out, offset = 0, 0
     for part in parts:
-        b, slots, kv_heads, _ = part.keys.shape
-        weight = weights[..., offset : offset + slots].reshape(b, rows // b, kv_heads, heads // kv_heads, slots)
-        out += jnp.einsum("bgkrs,bskd->bgkrd", weight, part.values).reshape(rows, 1, heads, dim)
+        b, kv_heads, slots, _ = part.keys.shape
+        weight = split(weights[..., offset : offset + slots], b, kv_heads, new, heads // kv_heads, slots)
+        out += jnp.einsum("bgkmrs,bksd->bgmkrd", weight, part.values).reshape(rows, new, heads, dim)
         offset += slots
     return out
 

@@ -1,4 +1,4 @@
-"""The KV cache: prompts stored once per prompt, completions once per sample."""
+"""The KV cache: prompts stored once per prompt, what follows them once per row."""
 
 import dataclasses
 
@@ -12,43 +12,92 @@ from jaxpg.types import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of P shared prompts and of B = P·G completions, for L layers."""
+    """Keys and values of P shared prompts and of R rows, for L layers; R / P adjacent rows share a prompt.
 
-    prompt_keys: Array  # [L, P, S, K, D]
-    prompt_values: Array  # [L, P, S, K, D]
+    All rows fill the same slot at the same time. A slot that a row does not use, because it has ended or waits, is
+    masked for that row, and positions count real tokens only.
+    """
+
+    prompt_keys: Array  # [L, P, K, S, D]
+    prompt_values: Array  # [L, P, K, S, D]
     prompt_mask: Array  # [P, S] bool
-    keys: Array  # [L, B, N, K, D]
-    values: Array  # [L, B, N, K, D]
-    length: Array  # [] int32, how many of the N slots are filled
+    keys: Array  # [L, R, K, N, D]
+    values: Array  # [L, R, K, N, D]
+    mask: Array  # [R, N] bool
+    positions: Array  # [R, N] int32
+    next_position: Array  # [R] int32
+    length: Array  # [] int32, how many of the N slots are used
 
     @property
-    def positions(self) -> Array:
-        """[B] int32, the position of the token decoded next."""
-        samples = self.keys.shape[1] // self.prompt_mask.shape[0]
-        return jnp.repeat(self.prompt_mask.sum(-1, dtype=jnp.int32), samples) + self.length
+    def capacity(self) -> int:
+        """N, how many slots there are."""
+        return self.mask.shape[1]
 
-    def append(self, keys: Array, values: Array) -> "Cache":
-        """Writes one token's keys and values [L, B, 1, K, D] into the next slot."""
-        start = (0, 0, self.length, 0, 0)
+    def append(self, keys: Array, values: Array, token_mask: Array, positions: Array) -> "Cache":
+        """Writes M tokens a row into the next slots: keys and values [L, R, K, M, D], mask and positions [R, M]."""
+
+        def write(store, new):
+            start = [0] * store.ndim
+            start[store.ndim - 2 if store.ndim == 5 else 1] = self.length
+            return jax.lax.dynamic_update_slice(store, new.astype(store.dtype), start)
+
         return dataclasses.replace(
             self,
-            keys=jax.lax.dynamic_update_slice(self.keys, keys.astype(self.keys.dtype), start),
-            values=jax.lax.dynamic_update_slice(self.values, values.astype(self.values.dtype), start),
-            length=self.length + 1,
+            keys=write(self.keys, keys),
+            values=write(self.values, values),
+            mask=write(self.mask, token_mask),
+            positions=write(self.positions, positions),
+            next_position=self.next_position + token_mask.sum(1, dtype=jnp.int32),
+            length=self.length + token_mask.shape[1],
+        )
+
+    def grow(self, capacity: int) -> "Cache":
+        """Adds empty slots up to a capacity."""
+        more = capacity - self.capacity
+        slots = ((0, 0), (0, 0), (0, 0), (0, more), (0, 0))
+        return dataclasses.replace(
+            self,
+            keys=jnp.pad(self.keys, slots),
+            values=jnp.pad(self.values, slots),
+            mask=jnp.pad(self.mask, slots[2:4]),
+            positions=jnp.pad(self.positions, slots[2:4]),
+        )
+
+    def take(self, prompts: Array, rows: Array) -> "Cache":
+        """Keeps these prompts and these rows, in this order."""
+        return Cache(
+            prompt_keys=self.prompt_keys[:, prompts],
+            prompt_values=self.prompt_values[:, prompts],
+            prompt_mask=self.prompt_mask[prompts],
+            keys=self.keys[:, rows],
+            values=self.values[:, rows],
+            mask=self.mask[rows],
+            positions=self.positions[rows],
+            next_position=self.next_position[rows],
+            length=self.length,
         )
 
 
 def start(config: Config, prompt_keys, prompt_values, prompt_mask, *, samples_per_prompt: int, slots: int) -> Cache:
-    """Puts empty completion slots behind prefilled prompts.
+    """Puts empty slots behind prefilled prompts.
 
     Args:
       config: the model's.
-      prompt_keys: [L, P, S, K, D]; prompt_values alike.
+      prompt_keys: [L, P, S, K, D] as the layers return them; prompt_values alike.
       prompt_mask: [P, S] bool.
-      samples_per_prompt: G, completions that share a prompt.
-      slots: N, decode steps the cache has room for.
+      samples_per_prompt: G, rows that share a prompt.
+      slots: N, tokens a row has room for.
     """
     rows = prompt_mask.shape[0] * samples_per_prompt
-    shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
-    empty = jnp.zeros(shape, prompt_keys.dtype)
-    return Cache(prompt_keys, prompt_values, prompt_mask, empty, empty, jnp.int32(0))
+    shape = (config.num_layers, rows, config.num_kv_heads, slots, config.head_dim)
+    return Cache(
+        prompt_keys=prompt_keys.swapaxes(2, 3),
+        prompt_values=prompt_values.swapaxes(2, 3),
+        prompt_mask=prompt_mask,
+        keys=jnp.zeros(shape, prompt_keys.dtype),
+        values=jnp.zeros(shape, prompt_values.dtype),
+        mask=jnp.zeros((rows, slots), bool),
+        positions=jnp.zeros((rows, slots), jnp.int32),
+        next_position=jnp.repeat(prompt_mask.sum(-1, dtype=jnp.int32), samples_per_prompt),
+        length=jnp.int32(0),
+    )

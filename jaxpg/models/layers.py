@@ -95,7 +95,7 @@ class Attention(Layer):
                 Past(*keys_values, mask, positions)
                 for keys_values, mask, positions in zip(past, place.past_masks, place.past_positions, strict=True)
             ]
-            parts.append(Past(keys, values, place.mask, place.positions))
+            parts.append(Past(keys.swapaxes(1, 2), values.swapaxes(1, 2), place.mask, place.positions))
             attended = attend_past(c, queries, place.positions, parts, is_local)
         else:
             attended = attend(c, queries, keys, values, place.positions, place.mask, is_local)

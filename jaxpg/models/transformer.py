@@ -113,28 +113,40 @@ class Model:
         )
         return self.unembed(params, hidden), cache
 
-    def decode(self, params, tokens: Array, cache: cache_lib.Cache):
+    def extend(self, params, tokens: Array, token_mask: Array, cache: cache_lib.Cache):
+        """Feeds the next tokens of each row.
+
+        Args:
+          params: from `init`.
+          tokens: [R, M] int32.
+          token_mask: [R, M] bool, real tokens.
+          cache: with M free slots.
+
+        Returns:
+          Final hidden states [R, M, E] and the cache with the tokens appended.
+        """
+        positions = jnp.maximum(cache.next_position[:, None] + jnp.cumsum(token_mask, 1, dtype=jnp.int32) - 1, 0)
+        past_masks = (cache.prompt_mask, cache.mask)
+        place = Place(positions, token_mask, past_masks, (count(cache.prompt_mask), cache.positions))
+        past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
+        hidden, (keys, values) = self._module.apply(_variables(params), tokens, place, past)
+        return hidden, cache.append(keys.swapaxes(2, 3), values.swapaxes(2, 3), token_mask, positions)
+
+    def decode(self, params, tokens: Array, cache: cache_lib.Cache, token_mask: Array | None = None):
         """Feeds one token a row.
 
         Args:
           params: from `init`.
-          tokens: [B] int32.
+          tokens: [R] int32.
           cache: with a free slot.
+          token_mask: [R] bool, rows that go on; default all. The others' logits mean nothing.
 
         Returns:
-          Next-token logits [B, V] float32 and the cache with the tokens appended.
+          Next-token logits [R, V] float32 and the cache with the tokens appended.
         """
-        rows, slots = tokens.shape[0], jnp.arange(cache.keys.shape[2])
-        positions = cache.positions[:, None]
-        place = Place(
-            positions,
-            jnp.ones((rows, 1), bool),
-            (cache.prompt_mask, jnp.broadcast_to(slots < cache.length, (rows, slots.shape[0]))),
-            (count(cache.prompt_mask), positions - cache.length + slots),
-        )
-        past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
-        hidden, (keys, values) = self._module.apply(_variables(params), tokens[:, None], place, past)
-        return self.unembed(params, hidden[:, 0]), cache.append(keys, values)
+        token_mask = jnp.ones(tokens.shape, bool) if token_mask is None else token_mask
+        hidden, cache = self.extend(params, tokens[:, None], token_mask[:, None], cache)
+        return self.unembed(params, hidden[:, 0]), cache
 
     def _forward(self, params, tokens: Array, token_mask: Array):
         return self._module.apply(_variables(params), tokens, Place(count(token_mask), token_mask))

@@ -1,5 +1,7 @@
-"""Drawing completions from a policy."""
+"""Drawing completions from a policy, and scoring them."""
 
-from jaxpg.sampling.sampler import Filter, sample
+from jaxpg.sampling.filters import Filter
+from jaxpg.sampling.sampler import generate, sample
+from jaxpg.sampling.score import score
 
-__all__ = ["Filter", "sample"]
+__all__ = ["Filter", "generate", "sample", "score"]

@@ -1,160 +1,219 @@
-"""The rollout sampler: one prefill a prompt, then one `while_loop`, no Python per token."""
+"""Drawing completions: `sample`, a pure function to jit, and `generate`, which pays for running rows only.
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+Both take the same arguments and draw the same tokens. `sample` is one program: a prefill and a `while_loop` over a
+cache of its final size. `generate` calls compiled pieces from the host, a few dozen tokens at a time; in between the
+cache grows, and once enough rows have ended the others move together into a smaller compiled shape.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxpg.models import Cache, Model
-from jaxpg.types import Array, Rollout, StopReason
+from jaxpg import sharding
+from jaxpg.sampling import checks, decoding
+from jaxpg.types import Array, Rollout
 
-Filter = Callable[[Array], Array]  # logits [B, V] -> logits [B, V], -inf where a token is ruled out
-
-
-class _Decoding(NamedTuple):
-    """What the loop carries: N = max_new_tokens columns, of which `step` are written."""
-
-    step: Array  # [] int32
-    tokens: Array  # [B, N] int32
-    log_probs: Array  # [B, N] float32
-    drawn: Array  # [B, N] bool, the policy drew this token
-    running: Array  # [B] bool, no stop token yet
-    cache: Cache
+Progress = Callable[[int, int], None]  # (rows that have ended, new tokens so far)
 
 
-def sample(
-    params,
-    prompts: Array,
-    prompt_mask: Array,
-    key: Array,
-    *,
-    model: Model,
-    max_new_tokens: int,
-    stop_tokens: Sequence[int],
-    samples_per_prompt: int = 1,
-    temperature: float = 1.0,
-    filters: Sequence[Filter] = (),
-    prompt_ids: Array | None = None,
-) -> Rollout:
-    """Draws completions from the policy.
+def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_tokens: int, **options):
+    """Draws completions from the policy. Pure: jit it, with everything but arrays bound.
 
-    Token t of sample g of prompt p is drawn with the key fold(key, prompt_ids[p], g, t), so a row does not depend
-    on which other rows are in the batch, on their order, or on the mesh.
+    Token t of sample g of prompt p is drawn with the key fold(key, prompt_ids[p], g, t), so a row does not depend on
+    which other rows are in the batch, on their order, or on the mesh.
+
+        rollout = jax.jit(partial(sample, model=model, max_new_tokens=64, stop_tokens=(1,)))(params, *prompts, key)
 
     Args:
       params: the model's parameters.
       prompts: [P, S] int32.
       prompt_mask: [P, S] bool; padding may stand on any side, each row needs one real token.
       key: a typed PRNG key.
-      model: whose distribution to sample (static).
       max_new_tokens: N, the budget (static).
+      model: whose distribution to sample (static).
       stop_tokens: ids that end a row; may be empty (static).
       samples_per_prompt: G (static).
       temperature: divides the logits, which are then filtered; 0 takes the most likely token (static).
-      filters: applied to the tempered logits in order (static).
+      filters: of `sampling.filters`, applied to the tempered logits in order (static).
       prompt_ids: [P] int32, which prompt each row is; default 0 … P−1.
+      stop_strings: an `Automaton` of `sampling.stop_strings`: ends a row whose text contains one of its strings.
+      min_new_tokens: an integer or [B] int32: before a row has as many, no stop token is drawn and no string ends it.
+      row_limits: [B] int32, budgets of single rows, at most N.
+      greedy: also return the most likely completion of each prompt, from the same prefill (ReMax; static).
+      continued: a Rollout of these prompts, whose rows that were cut by their budget go on: the tokens are those that
+        one longer call would have drawn. N counts their old tokens too.
 
     Returns:
-      A Rollout of B = P·G rows and T = S + N columns; rows of one prompt are adjacent. `log_probs` are of the
-      tempered and filtered distribution, float32, and 0 at temperature 0.
+      A Rollout of B = P·G rows and T = S + N columns; rows of one prompt are adjacent. `log_probs` are of the tempered
+      and filtered distribution, `plain_log_probs` of the tempered one, float32; the former are 0 where the most likely
+      token was taken. With `greedy` two Rollouts, the second of P rows.
 
     Raises:
       ValueError: if an argument is out of range or the prompt and the budget exceed the model's `max_length`.
     """
-    _check(prompts, prompt_mask, model, max_new_tokens, stop_tokens, samples_per_prompt, temperature, prompt_ids)
-    num_prompts = prompts.shape[0]
-    if prompt_ids is None:
-        prompt_ids = jnp.arange(num_prompts)
-    row_keys = _fold(_fold(key, prompt_ids)[:, None], jnp.arange(samples_per_prompt)[None]).reshape(-1)
-    stops = jnp.asarray(tuple(stop_tokens), jnp.int32)
-
+    request = checks.request(prompts, prompt_mask, max_new_tokens=max_new_tokens, **options)
+    arrays, stops = _lay_out(request, prompts, prompt_mask, key)
     # The last token drawn is never fed back, so the cache needs one slot less than the budget.
     slots = max(max_new_tokens - 1, 1)
-    logits, cache = model.prefill(params, prompts, prompt_mask, samples_per_prompt=samples_per_prompt, slots=slots)
-    logits = jnp.repeat(logits, samples_per_prompt, axis=0)
-    rows = logits.shape[0]
-
-    def record(state: _Decoding, logits: Array) -> _Decoding:
-        token, log_prob = _draw(logits, _fold(row_keys, state.step), temperature, filters)
-        column = (0, state.step)
-        write = jax.lax.dynamic_update_slice
-        return state._replace(
-            step=state.step + 1,
-            tokens=write(state.tokens, jnp.where(state.running, token, 0)[:, None], column),
-            log_probs=write(state.log_probs, jnp.where(state.running, log_prob, 0.0)[:, None], column),
-            drawn=write(state.drawn, state.running[:, None], column),
-            running=state.running & ~jnp.isin(token, stops),
-        )
-
-    def extend(state: _Decoding) -> _Decoding:
-        last = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1, keepdims=False)
-        logits, cache = model.decode(params, last, state.cache)
-        return record(state._replace(cache=cache), logits)
-
-    empty = jnp.zeros((rows, max_new_tokens), jnp.int32)
-    state = _Decoding(jnp.int32(0), empty, empty.astype(jnp.float32), empty.astype(bool), jnp.ones(rows, bool), cache)
-    state = record(state, logits)
-    state = jax.lax.while_loop(lambda s: (s.step < max_new_tokens) & s.running.any(), extend, state)
-    return _rollout(prompts, prompt_mask, state, samples_per_prompt)
+    state = decoding.start(params, *arrays, stops, settings=request.settings, slots=slots)
+    state = decoding.advance(params, state, slots, stops, settings=request.settings)
+    return _results(request, prompts, prompt_mask, state.record)
 
 
-def _draw(logits: Array, keys: Array, temperature: float, filters: Sequence[Filter]) -> tuple[Array, Array]:
-    """Draws one token a row and its log-prob."""
-    if temperature == 0.0:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return token, jnp.zeros(token.shape, jnp.float32)
-    logits = logits / temperature
-    for apply_filter in filters:
-        logits = apply_filter(logits)
-    token = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
-    return token, jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
+def generate(
+    params,
+    prompts: Array,
+    prompt_mask: Array,
+    key: Array,
+    *,
+    max_new_tokens: int,
+    block: int = 32,
+    progress: Progress | None = None,
+    **options,
+):
+    """Draws what `sample` draws, at a cost that follows the tokens drawn. Called from the host, not to be jitted.
+
+    After each `block` tokens the host looks which rows still run, once for all of them. The cache grows by blocks, in
+    steps of at most a half of its size, so that attention reads few empty slots. When the prompts that still run, times
+    the most rows that one of them still runs, fit half of the present shape, the batch moves there: a long straggler
+    is not paid for by all. Each of these few shapes is compiled once for a process.
+
+    Args:
+      block: tokens between two looks.
+      progress: called at each look with the number of rows that have ended and of tokens drawn (`rich` bars).
+      **options: and everything else as in `sample`.
+    """
+    checks.at_least("block", block, 1)
+    request = checks.request(prompts, prompt_mask, max_new_tokens=max_new_tokens, **options)
+    prompts, prompt_mask = jnp.asarray(prompts), jnp.asarray(prompt_mask)
+    arrays, stops = _lay_out(request, prompts, prompt_mask, key)
+    most = max(max_new_tokens - 1, 1)
+    state = _start(params, *arrays, stops, settings=request.settings, slots=min(capacity(block, block), most))
+    used = 0
+    while True:
+        used = min(used + block, most)
+        if used > state.cache.capacity:
+            state = _grow(state, min(capacity(used, block), most))
+        state = _advance(params, state, used, stops, settings=request.settings)
+        running, drawn = jax.device_get(_look(state))
+        if progress is not None:
+            progress(state.record.tokens.shape[0] - int(running.sum()), int(drawn))
+        if not running.any():
+            return _results(request, prompts, prompt_mask, state.record)
+        state = _compact(state, running)
 
 
-def _fold(keys: Array, data: Array) -> Array:
-    """Folds integers into keys, broadcasting both."""
-    shape = jnp.broadcast_shapes(keys.shape, data.shape)
-    folded = jax.vmap(jax.random.fold_in)(
-        jnp.broadcast_to(keys, shape).reshape(-1), jnp.broadcast_to(data, shape).reshape(-1)
+def capacity(slots: int, block: int) -> int:
+    """The smallest cache of block · {1, 2, 3, 4, 6, 8, 12, 16, …} slots that holds so many."""
+    blocks = -(-slots // block)
+    power = 2 ** math.floor(math.log2(blocks))
+    return block * next(size for size in (power, power * 3 // 2, power * 2) if size >= blocks)
+
+
+def _lay_out(request: checks.Request, prompts, prompt_mask, key):
+    """The arguments of `decoding.start`: contexts, rows and record; and what ends a row."""
+    num_prompts, extra = prompts.shape[0], int(request.greedy)
+    per_prompt = request.samples_per_prompt + extra
+    ids = jnp.arange(num_prompts) if request.prompt_ids is None else jnp.asarray(request.prompt_ids)
+    total = num_prompts * per_prompt
+    sample_number = jnp.broadcast_to(jnp.arange(per_prompt), (num_prompts, per_prompt))
+
+    def per_row(values, beside):  # [B] or a number -> [R], with another value for each prompt's greedy row
+        values = jnp.broadcast_to(jnp.asarray(values, jnp.int32), (num_prompts * request.samples_per_prompt,))
+        values = values.reshape(num_prompts, -1)
+        return jnp.pad(values, ((0, 0), (0, extra)), constant_values=beside).reshape(-1)
+
+    limits = request.max_new_tokens if request.row_limits is None else request.row_limits
+    least = request.min_new_tokens
+    rows = decoding.Rows(
+        id=jnp.arange(total, dtype=jnp.int32),
+        key=decoding.fold(decoding.fold(key, ids)[:, None], sample_number).reshape(-1),
+        limit=per_row(limits, request.max_new_tokens),
+        least=per_row(least, least if isinstance(least, int) else 0),
+        greedy=(sample_number == request.samples_per_prompt).reshape(-1),
     )
-    return folded.reshape(shape)
+    record = decoding.empty_record(total, request.max_new_tokens)
+    table = None if request.stop_strings is None else jnp.asarray(request.stop_strings.table)
+    stops = decoding.Stops(jnp.asarray(tuple(request.stop_tokens), jnp.int32), table)
+    if request.continued is None:
+        return (prompts, prompt_mask, rows, record), stops
+    # Rows of one prompt differ behind it, so each brings its own context.
+    record = _record_of(request.continued, prompts.shape[1], request.max_new_tokens)
+    context = jnp.concatenate([prompts.repeat(per_prompt, axis=0), record.tokens], axis=1)
+    context_mask = jnp.concatenate([prompt_mask.repeat(per_prompt, axis=0), record.real], axis=1)
+    return (context, context_mask, rows, record), stops
 
 
-def _rollout(prompts: Array, prompt_mask: Array, state: _Decoding, samples_per_prompt: int) -> Rollout:
-    prompts = jnp.repeat(prompts, samples_per_prompt, axis=0)
-    prompt_mask = jnp.repeat(prompt_mask, samples_per_prompt, axis=0)
-    nothing = jnp.zeros_like(prompt_mask)
-    return Rollout(
-        tokens=jnp.concatenate([prompts, state.tokens], axis=1),
-        token_mask=jnp.concatenate([prompt_mask, state.drawn], axis=1),
-        action_mask=jnp.concatenate([nothing, state.drawn], axis=1),
-        log_probs=jnp.concatenate([nothing.astype(jnp.float32), state.log_probs], axis=1),
-        stop_reason=jnp.where(state.running, StopReason.BUDGET, StopReason.STOP_TOKEN).astype(jnp.int32),
+def _record_of(rollout: Rollout, prompt_length: int, columns: int) -> decoding.Record:
+    """What an earlier call recorded, with room for more."""
+
+    def cut(x):
+        x = x[:, prompt_length:]
+        return jnp.pad(x, ((0, 0), (0, columns - x.shape[1])))
+
+    return decoding.Record(
+        tokens=cut(rollout.tokens),
+        log_probs=cut(rollout.log_probs),
+        plain_log_probs=cut(rollout.plain_log_probs),
+        real=cut(rollout.token_mask),
+        drawn=cut(rollout.action_mask),
+        stop_reason=rollout.stop_reason,
     )
 
 
-def _check(prompts, prompt_mask, model, max_new_tokens, stop_tokens, samples_per_prompt, temperature, prompt_ids):
-    if prompts.ndim != 2 or prompts.shape != prompt_mask.shape:
-        raise ValueError(f"prompts {prompts.shape} and prompt_mask {prompt_mask.shape}: both must be [prompts, length]")
-    if prompt_mask.dtype != jnp.bool_:
-        raise ValueError(f"prompt_mask has dtype {prompt_mask.dtype}: pass booleans, True at real tokens")
-    if 0 in prompts.shape:
-        raise ValueError(f"prompts has shape {prompts.shape}: pass at least one prompt of at least one token")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
-    if samples_per_prompt < 1:
-        raise ValueError(f"samples_per_prompt={samples_per_prompt}: must be at least 1")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}: must be 0 (greedy) or positive")
-    if prompt_ids is not None and prompt_ids.shape != prompts.shape[:1]:
-        raise ValueError(f"prompt_ids has shape {prompt_ids.shape}: pass one id a prompt, {prompts.shape[:1]}")
-    needed = prompts.shape[1] + max_new_tokens
-    if needed > model.config.max_length:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} after prompts of length {prompts.shape[1]} needs {needed} positions, "
-            f"the model has max_length={model.config.max_length}: shorten the prompts or the budget"
-        )
-    outside = [token for token in stop_tokens if not 0 <= token < model.config.vocab_size]
-    if outside:
-        raise ValueError(f"stop_tokens={outside}: not in a vocabulary of {model.config.vocab_size}")
+def _results(request: checks.Request, prompts, prompt_mask, record: decoding.Record):
+    if not request.greedy:
+        return decoding.to_rollout(prompts, prompt_mask, record)
+
+    def part(index):
+        own = jax.tree.map(lambda x: x.reshape(prompts.shape[0], -1, *x.shape[1:])[:, index], record)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
+
+    parts = (part(slice(0, -1)), part(slice(-1, None)))
+    return tuple(decoding.to_rollout(prompts, prompt_mask, x) for x in parts)
+
+
+_start = jax.jit(decoding.start, static_argnames=("settings", "slots"))
+_advance = jax.jit(decoding.advance, static_argnames="settings", donate_argnames="state")
+_take = jax.jit(decoding.take, donate_argnames="state")
+
+
+@partial(jax.jit, static_argnames="slots", donate_argnames="state")
+def _grow(state: decoding.State, slots: int) -> decoding.State:
+    return dataclasses.replace(state, cache=state.cache.grow(slots))
+
+
+@jax.jit
+def _look(state: decoding.State):
+    """Which rows run, and how many tokens are drawn, whole on every process."""
+    looked = (state.running, state.record.drawn.sum())
+    mesh = jax.sharding.get_abstract_mesh()
+    return looked if mesh.empty else jax.lax.with_sharding_constraint(looked, jax.sharding.PartitionSpec())
+
+
+def _compact(state: decoding.State, running: np.ndarray) -> decoding.State:
+    """Moves the running rows into a smaller shape, if they fit half of the present one."""
+    num_prompts = state.cache.prompt_mask.shape[0]
+    grid = running.reshape(num_prompts, -1)
+    shards = sharding.row_shards(jax.sharding.get_abstract_mesh())
+    prompts = _smaller(num_prompts, int(grid.any(1).sum()), shards)
+    samples = _smaller(grid.shape[1], int(grid.sum(1).max()), 1)
+    if prompts * samples * 2 > grid.size:
+        return state
+    # Running prompts first, and in each its running rows first; `stable` keeps the order of both.
+    kept = np.argsort(~grid.any(1), stable=True)[:prompts]
+    columns = np.argsort(~grid[kept], axis=1, stable=True)[:, :samples]
+    rows = (kept[:, None] * grid.shape[1] + columns).reshape(-1)
+    return _take(state, kept, rows, running[rows])
+
+
+def _smaller(size: int, needed: int, multiple: int) -> int:
+    """The size halved as often as what is needed still fits, a multiple of the devices that share it."""
+    while size % (2 * multiple) == 0 and size // 2 >= max(needed, 1):
+        size //= 2
+    return size
