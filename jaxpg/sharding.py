@@ -25,6 +25,11 @@ TRANSFORMER_RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"mlp/down$", PartitionSpec(None, "tensor", "fsdp")),
     (r"experts/(gate|up)$", PartitionSpec(None, None, "fsdp", "tensor")),
     (r"experts/down$", PartitionSpec(None, None, "tensor", "fsdp")),
+    # Of adapters, the half that meets the axis which their weight has on tensor; the other half is whole.
+    (r"attention/(query|key|value)/b$", PartitionSpec(None, None, "tensor", None)),
+    (r"attention/out/a$", PartitionSpec(None, "tensor", None, None)),
+    (r"mlp/(gate|up)/b$", PartitionSpec(None, None, "tensor")),
+    (r"mlp/down/a$", PartitionSpec(None, "tensor", None)),
 )
 
 Rules = Sequence[tuple[str, PartitionSpec]]

@@ -10,7 +10,7 @@ import optax
 
 from jaxpg import aggregate, checks, kl
 from jaxpg.objective import Outputs, Policy, clear
-from jaxpg.train_state import TrainState
+from jaxpg.train_state import Trainable, TrainState, join, split
 from jaxpg.types import Array, Batch, Weighted
 
 Metrics = dict[str, Weighted]
@@ -43,7 +43,11 @@ def adamw(
 
 
 def make_update(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, num_microbatches: int = 1
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    num_microbatches: int = 1,
+    trainable: Trainable | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the pure function (state, batch) -> (state, metrics).
 
@@ -57,30 +61,35 @@ def make_update(
         The batch it sees carries the state's `kl_coef`.
       optimizer: applied to the mean gradient.
       num_microbatches: parts that a batch's rows are cut into, to save memory.
+      trainable: which parameters are trained, by their path such as "actor/layers/mlp/up"; default all. Of the others
+        there is no gradient, no update and nothing in the optimizer. Give `train_state.init` the same.
 
     Returns:
       A function to jit, donating its state. Its metrics are those of `loss_fn` and `loss`, `grad_norm` (before
       clipping) and `update_norm`.
 
     Raises:
-      ValueError: if the number of rows is not divisible by `num_microbatches` (when the update is traced).
+      ValueError: when the update is traced, if the number of rows is not divisible by `num_microbatches`, nothing is
+        trainable, or the state was made for another optimizer or other trainable parameters.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: must be at least 1")
 
-    def objective(params, batch):
-        loss, metrics = loss_fn(params, batch)
+    def objective(trained, frozen, batch):
+        loss, metrics = loss_fn(join(trained, frozen), batch)
         return loss.total.astype(jnp.float32), (loss, metrics)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # On every row, so that the batch may still be cut anywhere.
         batch = dataclasses.replace(batch, kl_coef=jnp.broadcast_to(state.kl_coef, batch.tokens.shape[:1]))
-        gradient = jax.grad(objective, has_aux=True)
-        grads, (loss, metrics) = gradient_sum(gradient, state.params, batch, num_microbatches)
+        trained, frozen = split(state.params, trainable)
+        _check_state(state, optimizer, trained)
+        gradient = jax.grad(lambda trained, part: objective(trained, frozen, part), has_aux=True)
+        grads, (loss, metrics) = gradient_sum(gradient, trained, batch, num_microbatches)
         scale = jnp.where(loss.weight == 0, 0.0, 1.0 / jnp.where(loss.weight == 0, 1.0, loss.weight))
         grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        params = join(optax.apply_updates(trained, updates), frozen)
         metrics = metrics | {
             "loss": loss,
             "grad_norm": Weighted(optax.tree.norm(grads), jnp.float32(1)),
@@ -89,6 +98,15 @@ def make_update(
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update
+
+
+def _check_state(state: TrainState, optimizer: optax.GradientTransformation, trained) -> None:
+    expected = jax.eval_shape(optimizer.init, trained)
+    if jax.tree.structure(expected) != jax.tree.structure(state.opt_state):
+        raise ValueError(
+            "state.opt_state is of another optimizer or of other trainable parameters: give train_state.init and "
+            "make_update the same optimizer and trainable"
+        )
 
 
 def kl_to_old(log_probs: Array, batch: Batch) -> Weighted:
