@@ -2,6 +2,6 @@
 
 from jaxpg.models.cache import Cache
 from jaxpg.models.config import Config, RopeScaling
-from jaxpg.models.transformer import Model, num_parameters
+from jaxpg.models.transformer import Model, num_parameters, unstack
 
-__all__ = ["Cache", "Config", "Model", "RopeScaling", "num_parameters"]
+__all__ = ["Cache", "Config", "Model", "RopeScaling", "num_parameters", "unstack"]

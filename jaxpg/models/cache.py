@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxpg.models.config import Config
 from jaxpg.types import Array
 
+Layers = Array | tuple[Array, ...]  # [L, ...], or L arrays
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -15,14 +17,15 @@ class Cache:
     """Keys and values of P shared prompts and of R rows, for L layers; R / P adjacent rows share a prompt.
 
     All rows fill the same slot at the same time. A slot that a row does not use, because it has ended or waits, is
-    masked for that row, and positions count real tokens only.
+    masked for that row, and positions count real tokens only. Layers are stacked, for layers that are scanned, or a
+    tuple, for layers that are unrolled (`split`).
     """
 
-    prompt_keys: Array  # [L, P, K, S, D]
-    prompt_values: Array  # [L, P, K, S, D]
+    prompt_keys: Layers  # [P, K, S, D] a layer
+    prompt_values: Layers  # [P, K, S, D]
     prompt_mask: Array  # [P, S] bool
-    keys: Array  # [L, R, K, N, D]
-    values: Array  # [L, R, K, N, D]
+    keys: Layers  # [R, K, N, D] a layer
+    values: Layers  # [R, K, N, D]
     mask: Array  # [R, N] bool
     positions: Array  # [R, N] int32
     next_position: Array  # [R] int32
@@ -33,44 +36,52 @@ class Cache:
         """N, how many slots there are."""
         return self.mask.shape[1]
 
-    def append(self, keys: Array, values: Array, token_mask: Array, positions: Array) -> "Cache":
-        """Writes M tokens a row into the next slots: keys and values [L, R, K, M, D], mask and positions [R, M]."""
+    def append(self, keys: Layers, values: Layers, token_mask: Array, positions: Array) -> "Cache":
+        """Writes M tokens a row into the next slots: keys and values [R, K, M, D] a layer, the others [R, M]."""
 
-        def write(store, new):
-            start = [0] * store.ndim
-            start[store.ndim - 2 if store.ndim == 5 else 1] = self.length
-            return jax.lax.dynamic_update_slice(store, new.astype(store.dtype), start)
+        def write(store, new, axis):
+            return jax.lax.dynamic_update_slice_in_dim(store, new.astype(store.dtype), self.length, axis)
 
         return dataclasses.replace(
             self,
-            keys=write(self.keys, keys),
-            values=write(self.values, values),
-            mask=write(self.mask, token_mask),
-            positions=write(self.positions, positions),
+            keys=jax.tree.map(lambda store, new: write(store, new, -2), self.keys, keys),
+            values=jax.tree.map(lambda store, new: write(store, new, -2), self.values, values),
+            mask=write(self.mask, token_mask, 1),
+            positions=write(self.positions, positions, 1),
             next_position=self.next_position + token_mask.sum(1, dtype=jnp.int32),
             length=self.length + token_mask.shape[1],
         )
 
+    def split(self) -> "Cache":
+        """The same cache with a tuple of layers."""
+        names = ("prompt_keys", "prompt_values", "keys", "values")
+        return dataclasses.replace(self, **{name: tuple(getattr(self, name)) for name in names})
+
     def grow(self, capacity: int) -> "Cache":
         """Adds empty slots up to a capacity."""
         more = capacity - self.capacity
-        slots = ((0, 0), (0, 0), (0, 0), (0, more), (0, 0))
+
+        def pad(x, axis):
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (0, more)
+            return jnp.pad(x, widths)
+
         return dataclasses.replace(
             self,
-            keys=jnp.pad(self.keys, slots),
-            values=jnp.pad(self.values, slots),
-            mask=jnp.pad(self.mask, slots[2:4]),
-            positions=jnp.pad(self.positions, slots[2:4]),
+            keys=jax.tree.map(lambda x: pad(x, -2), self.keys),
+            values=jax.tree.map(lambda x: pad(x, -2), self.values),
+            mask=pad(self.mask, 1),
+            positions=pad(self.positions, 1),
         )
 
     def take(self, prompts: Array, rows: Array) -> "Cache":
         """Keeps these prompts and these rows, in this order."""
         return Cache(
-            prompt_keys=self.prompt_keys[:, prompts],
-            prompt_values=self.prompt_values[:, prompts],
+            prompt_keys=jax.tree.map(lambda x: x[..., prompts, :, :, :], self.prompt_keys),
+            prompt_values=jax.tree.map(lambda x: x[..., prompts, :, :, :], self.prompt_values),
             prompt_mask=self.prompt_mask[prompts],
-            keys=self.keys[:, rows],
-            values=self.values[:, rows],
+            keys=jax.tree.map(lambda x: x[..., rows, :, :, :], self.keys),
+            values=jax.tree.map(lambda x: x[..., rows, :, :, :], self.values),
             mask=self.mask[rows],
             positions=self.positions[rows],
             next_position=self.next_position[rows],

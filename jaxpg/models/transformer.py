@@ -1,6 +1,7 @@
 """The decoder-only Transformer in Flax Linen, and the functions the rest of the library sees of it."""
 
 import dataclasses
+import operator
 
 import flax.linen as nn
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpg.models import cache as cache_lib
 from jaxpg.models.config import Config
-from jaxpg.models.layers import Block, Place, norm
+from jaxpg.models.layers import Block, Place, norm, transposed
 from jaxpg.types import Array
 
 
@@ -37,7 +38,10 @@ class Transformer(nn.Module):
         """Returns the final hidden states [B, N, E] and every layer's keys and values [L, B, N, K, D]."""
         x = self.embed(tokens)
         x, keys_values = self.layers(x, past, jnp.asarray(self.config.locality), place)
-        return self.final_norm(x), keys_values
+        return self.finish(x), keys_values
+
+    def finish(self, x: Array) -> Array:
+        return self.final_norm(x)
 
     def embed(self, tokens: Array) -> Array:
         c = self.config
@@ -79,10 +83,12 @@ class Model:
           token_mask: [B, T] bool, real tokens. Positions count real tokens only.
 
         Returns:
-          [B, T, E] in the compute dtype; at masked positions finite and meaningless.
+          [B, T, E] in the compute dtype. A masked position repeats the last real token before it, so that index t − 1
+          speaks about the token at t wherever padding stands; in front of a row's first token it means nothing.
         """
         hidden, _ = self._forward(params, tokens, token_mask)
-        return hidden
+        latest = jax.lax.cummax(jnp.where(token_mask, jnp.arange(tokens.shape[1]), 0), axis=1)
+        return jnp.take_along_axis(hidden, latest[..., None], axis=1)
 
     def unembed(self, params, hidden: Array) -> Array:
         """Maps hidden states [..., E] to next-token logits [..., V], float32."""
@@ -117,7 +123,7 @@ class Model:
         """Feeds the next tokens of each row.
 
         Args:
-          params: from `init`.
+          params: from `init`, or with layers that `unstack` took apart; the cache must be split alike.
           tokens: [R, M] int32.
           token_mask: [R, M] bool, real tokens.
           cache: with M free slots.
@@ -129,8 +135,10 @@ class Model:
         past_masks = (cache.prompt_mask, cache.mask)
         place = Place(positions, token_mask, past_masks, (count(cache.prompt_mask), cache.positions))
         past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
-        hidden, (keys, values) = self._module.apply(_variables(params), tokens, place, past)
-        return hidden, cache.append(keys.swapaxes(2, 3), values.swapaxes(2, 3), token_mask, positions)
+        run = self._unrolled if isinstance(params["layers"], tuple) else self._scanned
+        hidden, (keys, values) = run(params, tokens, place, past)
+        keys, values = (jax.tree.map(lambda x: x.swapaxes(-3, -2), new) for new in (keys, values))
+        return hidden, cache.append(keys, values, token_mask, positions)
 
     def decode(self, params, tokens: Array, cache: cache_lib.Cache, token_mask: Array | None = None):
         """Feeds one token a row.
@@ -149,7 +157,59 @@ class Model:
         return self.unembed(params, hidden[:, 0]), cache
 
     def _forward(self, params, tokens: Array, token_mask: Array):
-        return self._module.apply(_variables(params), tokens, Place(count(token_mask), token_mask))
+        return self._scanned(params, tokens, Place(count(token_mask), token_mask))
+
+    def _scanned(self, params, tokens: Array, place: Place, past=()):
+        return self._module.apply(_variables(params), tokens, place, past)
+
+    def _unrolled(self, params, tokens: Array, place: Place, past):
+        """Layer after layer. In a loop over steps, a scan would copy each layer's weights and cache before use."""
+        c, outside = self.config, {name: value for name, value in params.items() if name not in ("layers", "lora")}
+        x = self._module.apply({"params": outside}, tokens, method="embed")
+        adapters = params.get("lora", {}).get("layers", [None] * c.num_layers)
+        new = []
+        for i, (layer, adapter) in enumerate(zip(params["layers"], adapters, strict=True)):
+            variables = {"params": layer} if adapter is None else {"params": layer, "lora": adapter}
+            own = tuple((keys[i], values[i]) for keys, values in past)
+            x, keys_values = Block(c).apply(variables, x, own, jnp.asarray(c.locality[i]), place)
+            new.append(keys_values)
+        return self._module.apply({"params": outside}, x, method="finish"), tuple(zip(*new, strict=True))
+
+
+INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}  # of projections
+
+
+def unstack(params: dict, *, transpose: bool = False) -> dict:
+    """Takes the stacked layers of parameters (and of adapters) apart into tuples, for decoding: a copy of them.
+
+    Args:
+      params: from `init`.
+      transpose: store projections [out..., in...], which is faster on CPUs (`layers.few_rows`).
+    """
+
+    def split(tree):
+        size = jax.tree.leaves(tree)[0].shape[0]
+        return tuple(jax.tree.map(operator.itemgetter(i), tree) for i in range(size))
+
+    layers = split(params["layers"])
+    if transpose:
+        layers = tuple({name: _transpose(part) for name, part in layer.items()} for layer in layers)
+    taken = params | {"layers": layers}
+    if "lora" in params:
+        taken["lora"] = params["lora"] | {"layers": split(params["lora"]["layers"])}
+    return taken
+
+
+def _transpose(part: dict) -> dict:
+    """The projections of an attention or an MLP; experts, whose kernels have an axis more, stay as they are."""
+    if "router" in part:
+        return part
+    kernels = {name: part[name] for name in INPUT_AXES if name in part}
+    turned = {
+        transposed(name): jnp.moveaxis(kernel, range(INPUT_AXES[name]), range(-INPUT_AXES[name], 0))
+        for name, kernel in kernels.items()
+    }
+    return {name: value for name, value in part.items() if name not in kernels} | turned
 
 
 def count(token_mask: Array) -> Array:

@@ -34,10 +34,11 @@ class Request:
     row_limits: Array | None = None
     greedy: bool = False
     continued: Rollout | None = None
+    unroll: bool = True
 
     @property
     def settings(self) -> Settings:
-        return Settings(self.model, float(self.temperature), tuple(self.filters))
+        return Settings(self.model, float(self.temperature), tuple(self.filters), self.unroll)
 
 
 def request(prompts: Array, prompt_mask: Array, **options) -> Request:

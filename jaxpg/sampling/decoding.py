@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxpg.models import Cache, Model
 from jaxpg.sampling import filters as filters_lib
+from jaxpg.sampling import stop_strings
 from jaxpg.types import Array, Rollout, StopReason
 
 
@@ -25,6 +26,7 @@ class Settings:
     model: Model
     temperature: float
     filters: tuple[filters_lib.Filter, ...]
+    unroll: bool  # layer after layer in place of a scan over stacked layers
 
 
 @_pytree
@@ -32,7 +34,7 @@ class Stops:
     """What ends a row."""
 
     tokens: Array  # [n] int32
-    table: Array | None  # [states, V], of the stop strings' automaton; its last state is a match
+    table: Array | None  # [states, V], of the stop strings' automaton
 
 
 @_pytree
@@ -97,6 +99,8 @@ def start(
     """
     samples = rows.id.shape[0] // prompts.shape[0]
     logits, cache = settings.model.prefill(params, prompts, prompt_mask, samples_per_prompt=samples, slots=slots)
+    if settings.unroll:
+        cache = cache.split()
     count = record.real.sum(1, dtype=jnp.int32)
     matched = jnp.zeros_like(count)
     if stops.table is not None:
@@ -116,15 +120,16 @@ def draw(state: State, logits: Array, stops: Stops, settings: Settings) -> State
     count = state.count + live
     matched = state.matched
     if stops.table is not None:
-        matched = jnp.where(live, stops.table[matched, token].astype(jnp.int32), matched)
+        matched = jnp.where(live, stop_strings.advance(stops.table, matched, token), matched)
     enough = count >= rows.least
     stop_token = jnp.isin(token, stops.tokens) & enough
-    stop_string = jnp.zeros_like(live)
+    ended_by_string = jnp.zeros_like(live)
     if stops.table is not None:
-        stop_string = matched == stops.table.shape[0] - 1
-        matched, stop_string = jnp.where(stop_string & ~enough, 0, matched), stop_string & enough
+        ended_by_string = stop_strings.is_match(matched)
+        matched = jnp.where(ended_by_string & ~enough, stop_strings.START, matched)
+        ended_by_string &= enough
     reason = jnp.where(
-        stop_token, StopReason.STOP_TOKEN, jnp.where(stop_string, StopReason.STOP_STRING, StopReason.BUDGET)
+        stop_token, StopReason.STOP_TOKEN, jnp.where(ended_by_string, StopReason.STOP_STRING, StopReason.BUDGET)
     )
     place = (jnp.where(live, rows.id, state.record.tokens.shape[0]), state.count)  # out of bounds: not written
     old = state.record
@@ -139,7 +144,7 @@ def draw(state: State, logits: Array, stops: Stops, settings: Settings) -> State
     return dataclasses.replace(
         state,
         last=jnp.where(live, token, state.last),
-        running=live & (count < rows.limit) & ~(stop_token | stop_string),
+        running=live & (count < rows.limit) & ~(stop_token | ended_by_string),
         count=count,
         matched=matched,
         record=record,
@@ -165,7 +170,10 @@ def _pick(state: State, logits: Array, stops: Stops, settings: Settings) -> tupl
 
 
 def advance(params, state: State, until: Array, stops: Stops, *, settings: Settings) -> State:
-    """Feeds and draws until no row runs or `until` slots of the cache are used (one `while_loop`)."""
+    """Feeds and draws until no row runs or `until` slots of the cache are used (one `while_loop`).
+
+    `params` must have been through `models.unstack` if `settings.unroll`.
+    """
 
     def body(state: State) -> State:
         seen = state.seen
@@ -253,7 +261,7 @@ def _match_all(table: Array, tokens: Array, real: Array) -> Array:
 
     def step(matched, column):
         token, is_real = column
-        return jnp.where(is_real, table[matched, token].astype(jnp.int32), matched), None
+        return jnp.where(is_real, stop_strings.advance(table, matched, token), matched), None
 
     return jax.lax.scan(step, jnp.zeros(tokens.shape[0], jnp.int32), (tokens.T, real.T))[0]
 

@@ -1,24 +1,11 @@
-"""Drawing completions: `sample`, a pure function to jit, and `generate`, which pays for running rows only.
-
-Both take the same arguments and draw the same tokens. `sample` is one program: a prefill and a `while_loop` over a
-cache of its final size. `generate` calls compiled pieces from the host, a few dozen tokens at a time; in between the
-cache grows, and once enough rows have ended the others move together into a smaller compiled shape.
-"""
-
-import dataclasses
-import math
-from collections.abc import Callable
-from functools import partial
+"""Drawing completions: `sample`, a pure function to jit."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpg import sharding
+from jaxpg.models import unstack
 from jaxpg.sampling import checks, decoding
 from jaxpg.types import Array, Rollout
-
-Progress = Callable[[int, int], None]  # (rows that have ended, new tokens so far)
 
 
 def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_tokens: int, **options):
@@ -47,6 +34,8 @@ def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_to
       greedy: also return the most likely completion of each prompt, from the same prefill (ReMax; static).
       continued: a Rollout of these prompts, whose rows that were cut by their budget go on: the tokens are those that
         one longer call would have drawn. N counts their old tokens too.
+      unroll: run decode steps layer after layer: about twice as fast on a CPU, for a longer compilation and, during the
+        call, a second copy of the parameters. False scans over stacked layers (static).
 
     Returns:
       A Rollout of B = P·G rows and T = S + N columns; rows of one prompt are adjacent. `log_probs` are of the tempered
@@ -57,65 +46,21 @@ def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_to
       ValueError: if an argument is out of range or the prompt and the budget exceed the model's `max_length`.
     """
     request = checks.request(prompts, prompt_mask, max_new_tokens=max_new_tokens, **options)
-    arrays, stops = _lay_out(request, prompts, prompt_mask, key)
+    arrays, stops = lay_out(request, prompts, prompt_mask, key)
     # The last token drawn is never fed back, so the cache needs one slot less than the budget.
     slots = max(max_new_tokens - 1, 1)
     state = decoding.start(params, *arrays, stops, settings=request.settings, slots=slots)
+    if request.unroll:
+        params = unstack(params, transpose=on_cpu())
     state = decoding.advance(params, state, slots, stops, settings=request.settings)
-    return _results(request, prompts, prompt_mask, state.record)
+    return results(request, prompts, prompt_mask, state.record)
 
 
-def generate(
-    params,
-    prompts: Array,
-    prompt_mask: Array,
-    key: Array,
-    *,
-    max_new_tokens: int,
-    block: int = 32,
-    progress: Progress | None = None,
-    **options,
-):
-    """Draws what `sample` draws, at a cost that follows the tokens drawn. Called from the host, not to be jitted.
-
-    After each `block` tokens the host looks which rows still run, once for all of them. The cache grows by blocks, in
-    steps of at most a half of its size, so that attention reads few empty slots. When the prompts that still run, times
-    the most rows that one of them still runs, fit half of the present shape, the batch moves there: a long straggler
-    is not paid for by all. Each of these few shapes is compiled once for a process.
-
-    Args:
-      block: tokens between two looks.
-      progress: called at each look with the number of rows that have ended and of tokens drawn (`rich` bars).
-      **options: and everything else as in `sample`.
-    """
-    checks.at_least("block", block, 1)
-    request = checks.request(prompts, prompt_mask, max_new_tokens=max_new_tokens, **options)
-    prompts, prompt_mask = jnp.asarray(prompts), jnp.asarray(prompt_mask)
-    arrays, stops = _lay_out(request, prompts, prompt_mask, key)
-    most = max(max_new_tokens - 1, 1)
-    state = _start(params, *arrays, stops, settings=request.settings, slots=min(capacity(block, block), most))
-    used = 0
-    while True:
-        used = min(used + block, most)
-        if used > state.cache.capacity:
-            state = _grow(state, min(capacity(used, block), most))
-        state = _advance(params, state, used, stops, settings=request.settings)
-        running, drawn = jax.device_get(_look(state))
-        if progress is not None:
-            progress(state.record.tokens.shape[0] - int(running.sum()), int(drawn))
-        if not running.any():
-            return _results(request, prompts, prompt_mask, state.record)
-        state = _compact(state, running)
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
-def capacity(slots: int, block: int) -> int:
-    """The smallest cache of block · {1, 2, 3, 4, 6, 8, 12, 16, …} slots that holds so many."""
-    blocks = -(-slots // block)
-    power = 2 ** math.floor(math.log2(blocks))
-    return block * next(size for size in (power, power * 3 // 2, power * 2) if size >= blocks)
-
-
-def _lay_out(request: checks.Request, prompts, prompt_mask, key):
+def lay_out(request: checks.Request, prompts, prompt_mask, key):
     """The arguments of `decoding.start`: contexts, rows and record; and what ends a row."""
     num_prompts, extra = prompts.shape[0], int(request.greedy)
     per_prompt = request.samples_per_prompt + extra
@@ -166,7 +111,7 @@ def _record_of(rollout: Rollout, prompt_length: int, columns: int) -> decoding.R
     )
 
 
-def _results(request: checks.Request, prompts, prompt_mask, record: decoding.Record):
+def results(request: checks.Request, prompts, prompt_mask, record: decoding.Record):
     if not request.greedy:
         return decoding.to_rollout(prompts, prompt_mask, record)
 
@@ -176,44 +121,3 @@ def _results(request: checks.Request, prompts, prompt_mask, record: decoding.Rec
 
     parts = (part(slice(0, -1)), part(slice(-1, None)))
     return tuple(decoding.to_rollout(prompts, prompt_mask, x) for x in parts)
-
-
-_start = jax.jit(decoding.start, static_argnames=("settings", "slots"))
-_advance = jax.jit(decoding.advance, static_argnames="settings", donate_argnames="state")
-_take = jax.jit(decoding.take, donate_argnames="state")
-
-
-@partial(jax.jit, static_argnames="slots", donate_argnames="state")
-def _grow(state: decoding.State, slots: int) -> decoding.State:
-    return dataclasses.replace(state, cache=state.cache.grow(slots))
-
-
-@jax.jit
-def _look(state: decoding.State):
-    """Which rows run, and how many tokens are drawn, whole on every process."""
-    looked = (state.running, state.record.drawn.sum())
-    mesh = jax.sharding.get_abstract_mesh()
-    return looked if mesh.empty else jax.lax.with_sharding_constraint(looked, jax.sharding.PartitionSpec())
-
-
-def _compact(state: decoding.State, running: np.ndarray) -> decoding.State:
-    """Moves the running rows into a smaller shape, if they fit half of the present one."""
-    num_prompts = state.cache.prompt_mask.shape[0]
-    grid = running.reshape(num_prompts, -1)
-    shards = sharding.row_shards(jax.sharding.get_abstract_mesh())
-    prompts = _smaller(num_prompts, int(grid.any(1).sum()), shards)
-    samples = _smaller(grid.shape[1], int(grid.sum(1).max()), 1)
-    if prompts * samples * 2 > grid.size:
-        return state
-    # Running prompts first, and in each its running rows first; `stable` keeps the order of both.
-    kept = np.argsort(~grid.any(1), stable=True)[:prompts]
-    columns = np.argsort(~grid[kept], axis=1, stable=True)[:, :samples]
-    rows = (kept[:, None] * grid.shape[1] + columns).reshape(-1)
-    return _take(state, kept, rows, running[rows])
-
-
-def _smaller(size: int, needed: int, multiple: int) -> int:
-    """The size halved as often as what is needed still fits, a multiple of the devices that share it."""
-    while size % (2 * multiple) == 0 and size // 2 >= max(needed, 1):
-        size //= 2
-    return size
