@@ -35,7 +35,13 @@ MODULES = (
     masked, segments, returns, advantages, kl, ratios, losses, value_losses, preference, aggregate, logprobs
 )  # fmt: skip
 # Tested by their own module's tests alone: helpers that broadcast, and a loss on trees of parameters.
-NOT_HERE = {"masked.safe_sqrt", "masked.safe_divide", "value_losses.proximal"}
+NOT_HERE = {
+    "masked.safe_sqrt",
+    "masked.safe_divide",
+    "value_losses.proximal",
+    "logprobs.from_hidden",  # takes a function; test_logprobs compares it with token_log_probs and entropy
+    "logprobs.align",
+}
 MASK = np.array(
     [
         [[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 0, 1, 1]],

@@ -71,16 +71,16 @@ def test_growing_and_compacting_changes_nothing(params, key, plain, block):
 
 
 def test_rows_that_have_ended_leave_the_batch(params, key, monkeypatch):
-    from jaxpg.sampling import generate as module
+    from jaxpg.sampling import driver
 
     shapes = []
-    original = module._advance
+    original = driver._advance
 
     def spy(params, state, *args, **kwargs):
         shapes.append((state.cache.prompt_mask.shape[0], state.running.shape[0], state.cache.capacity))
         return original(params, state, *args, **kwargs)
 
-    monkeypatch.setattr(module, "_advance", spy)
+    monkeypatch.setattr(driver, "_advance", spy)
     limits = jnp.full(16, 3).at[5].set(24)  # one straggler
     found = run(params, key, block=2, row_limits=limits, stop_tokens=(), filters=())
     assert (found.action_mask.sum(1) == limits).all()
@@ -90,16 +90,16 @@ def test_rows_that_have_ended_leave_the_batch(params, key, monkeypatch):
 
 
 def test_nothing_is_compiled_twice(params, key):
-    from jaxpg.sampling import generate as module
+    from jaxpg.sampling import driver
 
     run(params, key, block=8)
-    before = module._advance._cache_size()
+    before = driver._advance._cache_size()
     run(params, jax.random.fold_in(key, 0), block=8)
     run(params, key, block=8)
-    assert module._advance._cache_size() <= before + 2, "another key may need a compacted shape or two, no more"
-    settled = module._advance._cache_size()
+    assert driver._advance._cache_size() <= before + 2, "another key may need a compacted shape or two, no more"
+    settled = driver._advance._cache_size()
     run(params, key, block=8)
-    assert module._advance._cache_size() == settled
+    assert driver._advance._cache_size() == settled
 
 
 def test_scanned_layers_give_the_same(params, key, plain):

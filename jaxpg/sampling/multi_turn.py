@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpg.sampling import checks, decoding
-from jaxpg.sampling.generate import apart, compacted, grown, run_out, start
+from jaxpg.sampling.driver import apart, compacted, grown, run_out, start
 from jaxpg.sampling.sampler import lay_out, results
 from jaxpg.types import Array, Rollout
 

@@ -123,10 +123,10 @@ def capacity(slots: int, block: int) -> int:
 start = jax.jit(decoding.start, static_argnames=("settings", "slots"))
 _unstack = jax.jit(unstack, static_argnames="transpose")
 _advance = jax.jit(decoding.advance, static_argnames="settings", donate_argnames="state")
-_take = jax.jit(decoding.take, donate_argnames="state")
+_take = jax.jit(decoding.take)
 
 
-@partial(jax.jit, static_argnames="slots", donate_argnames="state")
+@partial(jax.jit, static_argnames="slots")
 def _grow(state: decoding.State, slots: int) -> decoding.State:
     return dataclasses.replace(state, cache=state.cache.grow(slots))
 
