@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -71,8 +72,7 @@ class Model:
 
     def init(self, key: Array) -> dict:
         """Draws float32 parameters as a plain nested dict."""
-        dummy = jnp.zeros((1, 1), jnp.int32)
-        return self._module.init(key, dummy, method="init_all")["params"]
+        return _init(self, key)
 
     def hidden(self, params, tokens: Array, token_mask: Array) -> Array:
         """Runs the whole sequence; padding may stand anywhere.
@@ -174,6 +174,12 @@ class Model:
             x, keys_values = Block(c).apply(variables, x, own, jnp.asarray(c.locality[i]), place)
             new.append(keys_values)
         return self._module.apply({"params": outside}, x, method="finish"), tuple(zip(*new, strict=True))
+
+
+@partial(jax.jit, static_argnums=0)  # compiled once for a configuration, not operation by operation at each call
+def _init(model: Model, key: Array) -> dict:
+    dummy = jnp.zeros((1, 1), jnp.int32)
+    return model._module.init(key, dummy, method="init_all")["params"]
 
 
 INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}  # of projections

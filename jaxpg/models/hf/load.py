@@ -16,7 +16,6 @@ from jaxpg.models.config import Config
 from jaxpg.models.hf import names
 from jaxpg.models.hf.config import RUNTIME, from_dict
 from jaxpg.models.hf.source import Directory, Source
-from jaxpg.models.transformer import Model
 
 # What checkpoints hold beside parameters.
 BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
@@ -64,7 +63,7 @@ def load(
     config = _change(read_config(source, name=str(path_or_repo)), changes)
     table = names.tensors(config)
     check(table, source, name=str(path_or_repo), tied=config.tie_embeddings)
-    shapes = jax.eval_shape(Model(config).init, jax.random.key(0))
+    shapes = names.shapes(config)
     if mesh is None:
         places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
     else:

@@ -7,6 +7,7 @@ model are stacked along a leading axis.
 import itertools
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import jax
@@ -90,18 +91,21 @@ def _leading(size: int, axes: tuple[int, ...]) -> tuple[int, ...]:
     return (size // math.prod(axes[1:]), *axes[1:])
 
 
+@lru_cache
+def shapes(config: Config) -> dict:
+    """The model's parameters as a tree of ShapeDtypeStruct."""
+    return jax.eval_shape(Model(config).init, jax.random.key(0))
+
+
+@lru_cache
 def tensors(config: Config) -> dict[str, list[Tensor]]:
     """Maps the path of each parameter, such as "layers/attention/query", to the tensors that it is made of."""
-    shapes = jax.eval_shape(Model(config).init, jax.random.key(0))
-    return {path_name(path): list(_of(config, path_name(path), leaf.shape)) for path, leaf in _leaves(shapes)}
+    leaves = jax.tree_util.tree_flatten_with_path(shapes(config))[0]
+    return {path_name(path): list(_of(config, path_name(path), leaf.shape)) for path, leaf in leaves}
 
 
 def path_name(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _leaves(tree):
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 def _of(config: Config, path: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
