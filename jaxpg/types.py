@@ -14,7 +14,7 @@ import jax.numpy as jnp
 Array = jax.Array
 
 
-def _pytree(cls):
+def pytree(cls):
     """Makes a frozen dataclass that JAX sees as a pytree of its fields."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
@@ -27,7 +27,7 @@ class StopReason(enum.IntEnum):
     STOP_STRING = 2  # its text contains a stop string since its last token
 
 
-@_pytree
+@pytree
 class Rollout:
     """What the sampler returns."""
 
@@ -39,7 +39,7 @@ class Rollout:
     plain_log_probs: Array | None = None  # [B, T] float32, of the tempered distribution without filters; 0 off actions
 
 
-@_pytree
+@pytree
 class Experience:
     """A rollout with what scoring it added: the input of an algorithm's `advantage`."""
 
@@ -58,7 +58,7 @@ class Experience:
     kl_coef: Array | None = None  # [] float32, the KL coefficient β, for a KL penalty in the reward
 
 
-@_pytree
+@pytree
 class Batch:
     """What a loss reads. All arrays have a leading row axis, so that a batch may be split anywhere."""
 
@@ -75,7 +75,7 @@ class Batch:
     kl_coef: Array | None = None  # [B] float32, the train state's β on every row; `update` fills it in
 
 
-@_pytree
+@pytree
 class Weighted:
     """A mean kept as its numerator and denominator, so that parts add up exactly.
 

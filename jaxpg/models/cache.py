@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpg.models.config import Config
-from jaxpg.types import Array
+from jaxpg.types import Array, pytree
 
 Layers = Array | tuple[Array, ...]  # [L, ...], or L arrays
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Cache:
     """Keys and values of P shared prompts and of R rows, for L layers; R / P adjacent rows share a prompt.
 

@@ -12,11 +12,7 @@ import jax.numpy as jnp
 from jaxpg.models import Cache, Model
 from jaxpg.sampling import filters as filters_lib
 from jaxpg.sampling import stop_strings
-from jaxpg.types import Array, Rollout, StopReason
-
-
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+from jaxpg.types import Array, Rollout, StopReason, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +25,7 @@ class Settings:
     unroll: bool  # layer after layer in place of a scan over stacked layers
 
 
-@_pytree
+@pytree
 class Stops:
     """What ends a row."""
 
@@ -37,7 +33,7 @@ class Stops:
     table: Array | None  # [states, V], of the stop strings' automaton
 
 
-@_pytree
+@pytree
 class Rows:
     """What stays the same for each of R rows while it is sampled."""
 
@@ -48,7 +44,7 @@ class Rows:
     greedy: Array  # [R] bool, takes the most likely token
 
 
-@_pytree
+@pytree
 class Record:
     """What all B rows have so far, N columns."""
 
@@ -60,7 +56,7 @@ class Record:
     stop_reason: Array  # [B] int32
 
 
-@_pytree
+@pytree
 class State:
     """Sampling at one moment."""
 
@@ -159,7 +155,7 @@ def _pick(state: State, logits: Array, stops: Stops, settings: Settings) -> tupl
     filtered = filters_lib.apply(settings.filters, jnp.where(early, -jnp.inf, plain), seen=state.seen)
     token = jnp.argmax(filtered, axis=-1).astype(jnp.int32)
     if settings.temperature:
-        keys = jax.vmap(jax.random.fold_in)(state.rows.key, state.count)
+        keys = fold(state.rows.key, state.count)
         token = jnp.where(state.rows.greedy, token, jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32))
 
     def log_prob(scores):

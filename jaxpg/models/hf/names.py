@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxpg.models.config import Config
-from jaxpg.models.transformer import Model
+from jaxpg.models.transformer import INPUT_AXES, Model
 
 TOP = {
     "embedding": "model.embed_tokens.weight",
@@ -43,7 +43,6 @@ IN_LAYER = {
     "experts/up": "mlp.experts.{expert}.up_proj.weight",
     "experts/down": "mlp.experts.{expert}.down_proj.weight",
 }
-INPUT_AXES = {"attention/out": 2}  # of a linear layer's leading axes; 1 elsewhere
 
 
 class Tensor(NamedTuple):
@@ -117,7 +116,7 @@ def _of(config: Config, path: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
     if path == "mlp_norm/scale" and config.post_norms:
         suffix = "pre_feedforward_layernorm.weight"
     leading = 2 if "{expert}" in suffix else 1
-    inputs = None if path.endswith(("scale", "bias")) else INPUT_AXES.get(path, 1)
+    inputs = None if path.endswith(("scale", "bias")) else INPUT_AXES.get(path.split("/")[-1], 1)
     for index in itertools.product(*map(range, shape[:leading])):
         name = f"model.layers.{index[0]}.{suffix.format(expert=index[-1])}"
         yield Tensor(name, index, shape[leading:], inputs)
