@@ -55,13 +55,13 @@ def clip_algorithm(reduce):
 
 
 def gradient_of(reduce, batch, num_microbatches):
-    """The mean gradient, read from a step of plain gradient descent."""
+    """The mean gradient, kept whole by an optimizer: a difference of parameters would add their rounding."""
     params = MODEL.init(jax.random.key(0))
-    optimizer = optax.sgd(1.0)
+    optimizer = optax.trace(decay=0.0)
     state = train_state.init(params, optimizer, jax.random.key(0))
     loss_fn = algorithms.make_loss_fn(clip_algorithm(reduce), policy)
     after, metrics = jax.jit(make_update(loss_fn, optimizer, num_microbatches=num_microbatches))(state, batch)
-    return jax.tree.map(lambda a, b: a - b, params, after.params), metrics
+    return after.opt_state.trace, metrics
 
 
 @pytest.mark.parametrize("name", AGGREGATES)
@@ -71,8 +71,8 @@ def test_gradient_and_metrics_do_not_depend_on_microbatches(name):
     for count in (2, 4, 8):
         parts, metrics = gradient_of(AGGREGATES[name], batch, count)
         distance = optax.tree.norm(optax.tree.sub(parts, whole)) / optax.tree.norm(whole)
-        # Float32 rounding grows with the number of sums: eight parts gave 1.01e-6 with jax 0.12.
-        assert distance < (1e-6 if count <= 4 else 2e-6)
+        # Rounding of products whose shapes differ: 1e-7 with jax 0.10, 8e-7 with jax 0.12.
+        assert distance < 2e-6
         for key, value in whole_metrics.items():
             np.testing.assert_allclose(metrics[key].mean, value.mean, rtol=2e-5, atol=1e-7, err_msg=key)
 
