@@ -1,5 +1,7 @@
 """What a run shows a person: tables in the terminal and a picture of its curves."""
 
+import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +20,27 @@ def progress(console: Console) -> Progress:
         TextColumn("{task.fields[numbers]}"),
     )
     return Progress(*columns, console=console)
+
+
+@contextlib.contextmanager
+def watch_sampling(rows: int, *, console: Console | None = None):
+    """A live bar of rows that have ended, with tokens/s, for one call of `sampling.generate`.
+
+        with report.watch_sampling(rows=64) as watch:
+            rollout = generate(..., progress=watch)
+
+    Args:
+      rows: of the call, greedy ones among them.
+      console: where to; default the terminal.
+    """
+    with progress(console or Console()) as bar:
+        task, started = bar.add_task("sampling", total=rows, numbers=""), time.perf_counter()
+
+        def watch(ended: int, tokens: int) -> None:
+            speed = tokens / max(time.perf_counter() - started, 1e-9)
+            bar.update(task, completed=ended, numbers=f"{tokens:,} tokens  {speed:,.0f} tokens/s")
+
+        yield watch
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

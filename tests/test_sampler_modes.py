@@ -1,5 +1,6 @@
 """What the sampler can be asked for beyond plain sampling: each mode gives the tokens and log-probs it should."""
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -7,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
+from jaxpg import report
 from jaxpg.data.tokenizers import characters
 from jaxpg.models import Config, Model
-from jaxpg.sampling import converse, filters, generate, sample, score, stop_strings
+from jaxpg.sampling import converse, filters, generate, prepare, sample, score, stop_strings
 from jaxpg.types import StopReason
 
 TOKENIZER = characters("0123+=")  # three special tokens in front: a vocabulary of 9
@@ -238,6 +241,46 @@ def test_same_on_eight_devices_with_compaction(params, key, plain):
     placed = jax.device_put(params, sharding.shardings(mesh, params))
     with jax.set_mesh(mesh):
         assert_same(run(placed, key, prompts=sharding.put_rows(mesh, inputs()), block=8), plain)
+
+
+def test_same_on_eight_devices_with_heads_over_tensor(key):
+    from jaxpg import sharding
+
+    model = Model(dataclasses.replace(MODEL.config, vocab_size=10, num_heads=4, num_kv_heads=2))
+    params = model.init(jax.random.key(3))
+    params |= {"embedding": params["embedding"] * 12}
+    expected = run(params, key, model=model, block=8, filters=ALL_FILTERS[2:])
+    mesh = sharding.make_mesh("data=2,fsdp=2,tensor=2")
+    placed = jax.device_put(params, sharding.shardings(mesh, params))
+    with jax.set_mesh(mesh):
+        prompts = sharding.put_rows(mesh, inputs())
+        assert_same(run(placed, key, prompts=prompts, model=model, block=8, filters=ALL_FILTERS[2:]), expected)
+
+
+def test_prepared_parameters_draw_the_same(params, key, plain):
+    prepared = prepare(params)
+    assert_same(run(prepared, key), plain)
+    talk = partial(converse, environment=add_up, states=[()] * 16, max_turns=2)
+    found, expected = (run(p, key, how=talk, filters=()).rollout for p in (prepared, params))
+    assert_same(found, expected)
+
+
+def test_progress_is_shown(params, key):
+    console = Console(record=True, force_terminal=True, width=120)
+    with report.watch_sampling(16, console=console) as watch:
+        rollout = run(params, key, progress=watch)
+    shown = console.export_text()
+    assert "16/16" in shown and f"{int(rollout.action_mask.sum())} tokens" in shown
+
+
+@pytest.mark.parametrize("chosen", [(), ALL_FILTERS])
+def test_bfloat16_sampler_and_trainer_stay_near(params, key, chosen):
+    """Rounding differs between a cached step and a whole pass: less than 5e-3 in the mean."""
+    model = Model(dataclasses.replace(MODEL.config, compute_dtype="bfloat16"))
+    rollout = run(params, key, model=model, filters=chosen)
+    found, _ = jax.jit(partial(score, model=model, filters=chosen))(params, rollout.tokens, rollout.token_mask)
+    gap = jnp.abs(found - rollout.log_probs)[rollout.action_mask]
+    assert jnp.isfinite(gap).all() and gap.mean() < 5e-3
 
 
 def add_up(state, tokens):

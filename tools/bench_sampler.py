@@ -5,13 +5,16 @@
     python tools/bench_sampler.py --skewed                                       # cost of stragglers
 
 A decode step must read the weights and the cache once: `limit` is the share of that bound which the step reaches, at
-the bandwidth measured in the same run by summing an array larger than the caches. Without --model a random one of a few
-million parameters is measured.
+the bandwidth measured in the same run by summing an array larger than the caches. Parameters are laid out for decoding
+beforehand, as `transformers` does when it loads them; --no-prepared lays them out in each call, as after an update.
+Without --model a random one of a few million parameters is measured.
 """
 
 import dataclasses
+import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxpg import cli, report
+from jaxpg import cli, report, sampling
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model, hf
 from jaxpg.sampling import generate
+from jaxpg.sampling.driver import Prepared
 
 RANDOM = ModelConfig(
     vocab_size=4096,
@@ -49,6 +53,7 @@ class Config:
     repeats: int = 3
     dtype: str = "float32"
     unroll: bool = True
+    prepared: bool = True  # lay the parameters out once, not in each call
     transformers: bool = False  # transformers.generate on the same weights, in turns with ours
     skewed: bool = False  # also: rows of geometric lengths with one straggler, against the same tokens without
 
@@ -87,6 +92,8 @@ def main(config: Config) -> None:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     console.print(f"{weights / 1e6:,.0f} MB of weights, {rate / 1e9:.1f} GB/s, {jax.devices()[0].platform}")
     peer = _peer(config) if config.transformers else None
+    if config.prepared and config.unroll:
+        params = sampling.prepare(params)
     rows = [
         measure(config, model, params, rate, weights, peer, batch, length, group)
         for batch in config.batches
@@ -94,7 +101,8 @@ def main(config: Config) -> None:
         for group in config.groups
         if batch % group == 0
     ]
-    heads = ("rows", "prompt", "group", "seconds", "tokens/s", "prefill s", "ms/step", "limit", "transformers", "ratio")
+    heads = ("rows", "prompt", "group", "prompt cache MB", "seconds", "tokens/s", "prefill s", "ms/step", "limit")
+    heads += ("transformers", "ratio")
     console.print(report.table(f"{config.new_tokens} new tokens", heads, rows))
     if config.skewed:
         console.print(
@@ -119,12 +127,21 @@ def measure(config, model, params, rate, weights, peer, batch, length, group):
     per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * c.dtype.itemsize
     cache = (batch // group * length + batch * config.new_tokens / 2) * per_token
     speed = batch * config.new_tokens / total
-    line = [f"{batch}", f"{length}", f"{group}", f"{total:.2f}", f"{speed:,.0f}", f"{first:.2f}", f"{step * 1e3:.1f}"]
+    line = [f"{batch}", f"{length}", f"{group}", f"{prompt_cache(model, params, prompts, mask, group) / 1e6:.1f}"]
+    line += [f"{total:.2f}", f"{speed:,.0f}", f"{first:.2f}", f"{step * 1e3:.1f}"]
     line.append(f"{(weights + cache) / rate / step:.0%}")
     if peer is None:
         return [*line, "", ""]
     theirs = batch * config.new_tokens / seconds(lambda: peer(np.asarray(prompts).repeat(group, 0)), config.repeats)
     return [*line, f"{theirs:,.0f}", f"{speed / theirs:.2f}"]
+
+
+def prompt_cache(model: Model, params, prompts, mask, group: int) -> int:
+    """Bytes that the keys and values of the prompts take."""
+    stacked = params.params if isinstance(params, Prepared) else params
+    prefill = partial(model.prefill, samples_per_prompt=group, slots=1)
+    _, cache = jax.eval_shape(prefill, stacked, prompts, mask)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in (cache.prompt_keys, cache.prompt_values))
 
 
 def skewed(config: Config, model: Model, params):

@@ -1,7 +1,8 @@
 """Attention over a whole sequence, by three kernels with the same numbers, and over a cache."""
 
+import operator
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ SPLASH_BLOCK = 128  # splash attention works on blocks of this many tokens
 class Past(NamedTuple):
     """Earlier keys and values that new tokens may attend to."""
 
-    keys: Array  # [b, K, S, D]; b divides the number of query rows, B/b adjacent rows share one entry
+    keys: Array  # [b, K, D, S]; b divides the number of query rows, B/b adjacent rows share one entry
     values: Array  # [b, K, S, D]
     mask: Array  # [b, S] bool
     positions: Array  # [b, S] int32
@@ -67,30 +68,45 @@ def attend_past(config: Config, queries: Array, positions: Array, parts: Sequenc
     Returns:
       [B, M, H, D].
     """
-    rows, new, heads, dim = queries.shape
+    tops, totals, outs = zip(*(_read(config, queries, positions, part, is_local) for part in parts), strict=True)
+    top = reduce(jnp.maximum, tops)
+    scales = [jnp.exp(own - top) for own in tops]
+    total = sum(map(operator.mul, totals, scales))
+    out = sum(map(operator.mul, outs, scales)) / total
+    return out.reshape(queries.shape).astype(queries.dtype)
 
-    def split(x, b, *inner):  # the rows that share an entry become an axis of their own
-        return x.reshape(b, rows // b, *inner)
 
-    scores = []
-    for part in parts:
-        b, kv_heads, slots, _ = part.keys.shape
-        grouped = split(queries, b, new, kv_heads, heads // kv_heads, dim)
-        score = jnp.einsum("bgmkrd,bksd->bgkmrs", grouped, part.keys, preferred_element_type=jnp.float32)
-        key_positions, query_positions = part.positions[:, None, None, :], split(positions, b, new, 1)
-        mask = part.mask[:, None, None, :] & (key_positions <= query_positions)
-        if config.window is not None:
-            mask &= _inside(config, key_positions, query_positions, is_local)
-        score = jnp.where(mask[:, :, None, :, None], _cap(config, score * config.score_scale), -jnp.inf)
-        scores.append(score.reshape(rows, kv_heads, new, heads // kv_heads, slots))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
-    out, offset = 0, 0
-    for part in parts:
-        b, kv_heads, slots, _ = part.keys.shape
-        weight = split(weights[..., offset : offset + slots], b, kv_heads, new, heads // kv_heads, slots)
-        out += jnp.einsum("bgkmrs,bksd->bgmkrd", weight, part.values).reshape(rows, new, heads, dim)
-        offset += slots
-    return out
+def _read(config: Config, queries: Array, positions: Array, part: Past, is_local) -> tuple[Array, Array, Array]:
+    """One part's share of a softmax that runs over several (Milakov & Gimelshein 2018, section 3.1).
+
+    Returns:
+      m = max_s score, Σ_s exp(score − m) and Σ_s exp(score − m)·value, each [B, M, K, H/K, 1 or D] float32.
+    """
+    (rows, new, heads, dim), (b, kv_heads, _, slots) = queries.shape, part.keys.shape
+    group = (rows // b, new, heads // kv_heads)  # whatever meets the same keys
+    grouped = queries.reshape(b, *group[:2], kv_heads, group[2], dim).transpose(0, 3, 1, 2, 4, 5)
+    scores = jnp.einsum(
+        "bkqd,bkds->bkqs", grouped.reshape(b, kv_heads, -1, dim), part.keys, preferred_element_type=jnp.float32
+    )
+    key_positions, query_positions = part.positions[:, None, None, :], positions.reshape(b, *group[:2], 1)
+    mask = part.mask[:, None, None, :] & (key_positions <= query_positions)
+    if config.window is not None:
+        mask &= _inside(config, key_positions, query_positions, is_local)
+    scores = _cap(config, scores * config.score_scale).reshape(b, kv_heads, *group, slots)
+    scores = jnp.where(mask[:, None, :, :, None], scores, -jnp.inf)
+    top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)  # finite where all is masked
+    weights = jnp.exp(scores - top)
+    out = jnp.einsum(
+        "bkqs,bksd->bkqd",
+        weights.reshape(b, kv_heads, -1, slots).astype(part.values.dtype),
+        part.values,
+        preferred_element_type=jnp.float32,
+    ).reshape(b, kv_heads, *group, dim)
+
+    def by_row(x):  # [b, K, B/b, M, H/K, n] -> [B, M, K, H/K, n]
+        return x.transpose(0, 2, 3, 1, 4, 5).reshape(rows, new, kv_heads, group[2], -1)
+
+    return by_row(top), by_row(weights.sum(-1, keepdims=True)), by_row(out)
 
 
 def _inside(config: Config, key_positions: Array, query_positions: Array, is_local) -> Array:

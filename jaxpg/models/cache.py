@@ -20,10 +20,10 @@ class Cache:
     tuple, for layers that are unrolled (`split`).
     """
 
-    prompt_keys: Layers  # [P, K, S, D] a layer
+    prompt_keys: Layers  # [P, K, D, S] a layer: scores are sums over D, which a CPU adds up slot beside slot
     prompt_values: Layers  # [P, K, S, D]
     prompt_mask: Array  # [P, S] bool
-    keys: Layers  # [R, K, N, D] a layer
+    keys: Layers  # [R, K, D, N] a layer
     values: Layers  # [R, K, N, D]
     mask: Array  # [R, N] bool
     positions: Array  # [R, N] int32
@@ -36,15 +36,15 @@ class Cache:
         return self.mask.shape[1]
 
     def append(self, keys: Layers, values: Layers, token_mask: Array, positions: Array) -> "Cache":
-        """Writes M tokens a row into the next slots: keys and values [R, K, M, D] a layer, the others [R, M]."""
+        """Writes M tokens a row into the next slots: keys and values [R, M, K, D] a layer, the others [R, M]."""
 
         def write(store, new, axis):
             return jax.lax.dynamic_update_slice_in_dim(store, new.astype(store.dtype), self.length, axis)
 
         return dataclasses.replace(
             self,
-            keys=jax.tree.map(lambda store, new: write(store, new, -2), self.keys, keys),
-            values=jax.tree.map(lambda store, new: write(store, new, -2), self.values, values),
+            keys=jax.tree.map(lambda store, new: write(store, as_keys(new), -1), self.keys, keys),
+            values=jax.tree.map(lambda store, new: write(store, as_values(new), -2), self.values, values),
             mask=write(self.mask, token_mask, 1),
             positions=write(self.positions, positions, 1),
             next_position=self.next_position + token_mask.sum(1, dtype=jnp.int32),
@@ -67,7 +67,7 @@ class Cache:
 
         return dataclasses.replace(
             self,
-            keys=jax.tree.map(lambda x: pad(x, -2), self.keys),
+            keys=jax.tree.map(lambda x: pad(x, -1), self.keys),
             values=jax.tree.map(lambda x: pad(x, -2), self.values),
             mask=pad(self.mask, 1),
             positions=pad(self.positions, 1),
@@ -88,6 +88,16 @@ class Cache:
         )
 
 
+def as_keys(new: Array) -> Array:
+    """[..., M, K, D], as a layer returns keys, to [..., K, D, M]."""
+    return jnp.moveaxis(new, -3, -1)
+
+
+def as_values(new: Array) -> Array:
+    """[..., M, K, D], as a layer returns values, to [..., K, M, D]."""
+    return new.swapaxes(-3, -2)
+
+
 def start(config: Config, prompt_keys, prompt_values, prompt_mask, *, samples_per_prompt: int, slots: int) -> Cache:
     """Puts empty slots behind prefilled prompts.
 
@@ -99,13 +109,13 @@ def start(config: Config, prompt_keys, prompt_values, prompt_mask, *, samples_pe
       slots: N, tokens a row has room for.
     """
     rows = prompt_mask.shape[0] * samples_per_prompt
-    shape = (config.num_layers, rows, config.num_kv_heads, slots, config.head_dim)
+    shape = (config.num_layers, rows, config.num_kv_heads)
     return Cache(
-        prompt_keys=prompt_keys.swapaxes(2, 3),
-        prompt_values=prompt_values.swapaxes(2, 3),
+        prompt_keys=as_keys(prompt_keys),
+        prompt_values=as_values(prompt_values),
         prompt_mask=prompt_mask,
-        keys=jnp.zeros(shape, prompt_keys.dtype),
-        values=jnp.zeros(shape, prompt_values.dtype),
+        keys=jnp.zeros((*shape, config.head_dim, slots), prompt_keys.dtype),
+        values=jnp.zeros((*shape, slots, config.head_dim), prompt_values.dtype),
         mask=jnp.zeros((rows, slots), bool),
         positions=jnp.zeros((rows, slots), jnp.int32),
         next_position=jnp.repeat(prompt_mask.sum(-1, dtype=jnp.int32), samples_per_prompt),

@@ -7,9 +7,11 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpg.models import rope
 from jaxpg.models.attention import Past, attend, attend_past
+from jaxpg.models.cache import as_keys, as_values
 from jaxpg.models.config import Config
 from jaxpg.types import Array
 
@@ -54,21 +56,20 @@ def back(config: Config, inputs: int):
     return nn.initializers.variance_scaling(0.5 / config.num_layers, "fan_in", "normal", in_axis=axes, out_axis=inputs)
 
 
-def transposed(name: str) -> str:
-    """The name of a projection stored [out..., in...], see `few_rows`."""
-    return f"{name}_transposed"
+def transposed(*names: str) -> str:
+    """The name of projections of the same input stored as one [out, in], see `few_rows`."""
+    return "_".join((*names, "transposed"))
 
 
-def few_rows(x: Array, kernel: Array, inputs: int) -> Array:
-    """x·Wᵀ for a kernel [out..., in...], as (W·xᵀ)ᵀ: what a CPU does fastest with a few rows and a large matrix.
+def few_rows(x: Array, kernel: Array, inputs: int = 1, dtype=None) -> Array:
+    """x·Wᵀ for a kernel [out, in], contracting the last axes of x, as (W·xᵀ)ᵀ.
 
-    At 16 rows XLA takes half to two thirds of the time of x·W. The barriers keep it from turning one into the other.
+    That is what a CPU does fastest with a few rows and a large matrix: at 16 rows XLA takes half to two thirds of the
+    time of x·W. The barriers keep it from turning one into the other.
     """
-    split = kernel.ndim - inputs
-    outs, ins = kernel.shape[:split], kernel.shape[split:]
-    columns = jax.lax.optimization_barrier(x.reshape(-1, math.prod(ins)).T)
-    product = jax.lax.optimization_barrier(kernel.reshape(math.prod(outs), -1) @ columns)
-    return product.T.reshape(*x.shape[:-inputs], *outs)
+    columns = jax.lax.optimization_barrier(x.reshape(-1, kernel.shape[-1]).T)
+    product = jax.lax.optimization_barrier(jnp.matmul(kernel, columns, preferred_element_type=dtype))
+    return product.T.reshape(*x.shape[:-inputs], kernel.shape[0])
 
 
 class Layer(nn.Module):
@@ -77,19 +78,26 @@ class Layer(nn.Module):
     config: Config
 
     def project(
-        self, name: str, x: Array, shape: tuple[int, ...], init, *, inputs: int = 1, bias: bool = False
-    ) -> Array:
-        """x·W (+ bias) (+ x·A·B · alpha/r, LoRA; Hu 2021, eq. 3), contracting the last `inputs` axes of x.
+        self, names: Sequence[str], x: Array, shapes: Sequence[tuple[int, ...]], init, *, inputs: int = 1, bias=False
+    ) -> list[Array]:
+        """x·W (+ bias) (+ x·A·B · alpha/r, LoRA; Hu 2021, eq. 3) for each name, contracting the last axes of x.
 
         The adapter, where there is one, is the entry `name` of the collection "lora".
         """
-        dtype = self.config.dtype
-        if self.has_variable("params", transposed(name)):
-            out = few_rows(x, self.get_variable("params", transposed(name)).astype(dtype), inputs)
+        if self.has_variable("params", transposed(*names)):
+            joined = few_rows(x, self.get_variable("params", transposed(*names)).astype(self.config.dtype), inputs)
+            sizes = np.cumsum([math.prod(shape[inputs:]) for shape in shapes])
+            parts = jnp.split(joined, sizes[:-1], axis=-1)
+            outs = [part.reshape(*part.shape[:-1], *shape[inputs:]) for part, shape in zip(parts, shapes, strict=True)]
         else:
-            out = jnp.tensordot(x, self.param(name, init, shape).astype(dtype), inputs)
+            kernels = [self.param(name, init, shape) for name, shape in zip(names, shapes, strict=True)]
+            outs = [jnp.tensordot(x, kernel.astype(self.config.dtype), inputs) for kernel in kernels]
+        return [self._add_to(name, out, x, inputs, bias) for name, out in zip(names, outs, strict=True)]
+
+    def _add_to(self, name: str, out: Array, x: Array, inputs: int, bias: bool) -> Array:
+        dtype = self.config.dtype
         if bias:
-            out += self.param(f"{name}_bias", nn.initializers.zeros_init(), shape[inputs:]).astype(dtype)
+            out += self.param(f"{name}_bias", nn.initializers.zeros_init(), out.shape[x.ndim - inputs :]).astype(dtype)
         if self.has_variable("lora", name):
             adapter = self.get_variable("lora", name)
             down, up = adapter["a"].astype(dtype), adapter["b"].astype(dtype)
@@ -104,9 +112,9 @@ class Attention(Layer):
     def __call__(self, x: Array, place: Place, past: Sequence[tuple[Array, Array]], is_local: Array):
         c = self.config
         shape, kv_shape = (c.hidden_size, c.num_heads, c.head_dim), (c.hidden_size, c.num_kv_heads, c.head_dim)
-        queries = self.project("query", x, shape, into(2), bias=c.qkv_bias)
-        keys = self.project("key", x, kv_shape, into(2), bias=c.qkv_bias)
-        values = self.project("value", x, kv_shape, into(2), bias=c.qkv_bias)
+        queries, keys, values = self.project(
+            ("query", "key", "value"), x, (shape, kv_shape, kv_shape), into(2), bias=c.qkv_bias
+        )
         if c.query_key_norm:
             queries, keys = norm(c, "query_norm")(queries), norm(c, "key_norm")(keys)
         cos, sin = self._angles(place.positions, is_local)
@@ -116,11 +124,12 @@ class Attention(Layer):
                 Past(*keys_values, mask, positions)
                 for keys_values, mask, positions in zip(past, place.past_masks, place.past_positions, strict=True)
             ]
-            parts.append(Past(keys.swapaxes(1, 2), values.swapaxes(1, 2), place.mask, place.positions))
+            parts.append(Past(as_keys(keys), as_values(values), place.mask, place.positions))
             attended = attend_past(c, queries, place.positions, parts, is_local)
         else:
             attended = attend(c, queries, keys, values, place.positions, place.mask, is_local)
-        out = self.project("out", attended, (c.num_heads, c.head_dim, c.hidden_size), back(c, 2), inputs=2)
+        out_shape = (c.num_heads, c.head_dim, c.hidden_size)
+        (out,) = self.project(("out",), attended, (out_shape,), back(c, 2), inputs=2)
         return out, (keys, values)
 
     def _angles(self, positions: Array, is_local: Array) -> tuple[Array, Array]:
@@ -137,9 +146,11 @@ class MLP(Layer):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        gate = self.project("gate", x, (c.hidden_size, c.mlp_size), into(1))
-        up = self.project("up", x, (c.hidden_size, c.mlp_size), into(1))
-        return self.project("down", ACTIVATION[c.activation](gate) * up, (c.mlp_size, c.hidden_size), back(c, 1))
+        gate, up = self.project(("gate", "up"), x, ((c.hidden_size, c.mlp_size),) * 2, into(1))
+        (out,) = self.project(
+            ("down",), ACTIVATION[c.activation](gate) * up, ((c.mlp_size, c.hidden_size),), back(c, 1)
+        )
+        return out
 
 
 class Experts(nn.Module):

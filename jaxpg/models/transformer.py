@@ -1,6 +1,7 @@
 """The decoder-only Transformer in Flax Linen, and the functions the rest of the library sees of it."""
 
 import dataclasses
+import math
 import operator
 from functools import partial
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpg.models import cache as cache_lib
 from jaxpg.models.config import Config
-from jaxpg.models.layers import Block, Place, norm, transposed
+from jaxpg.models.layers import Block, Place, few_rows, norm, transposed
 from jaxpg.types import Array
 
 
@@ -52,8 +53,12 @@ class Transformer(nn.Module):
     def unembed(self, hidden: Array) -> Array:
         """Maps hidden states [..., E] to logits [..., V] in float32."""
         c = self.config
-        table = self.embedding if c.tie_embeddings else self.head
-        logits = jnp.einsum("...e,ve->...v", hidden, table.astype(c.dtype), preferred_element_type=jnp.float32)
+        if self.has_variable("params", transposed("head")):
+            table = self.get_variable("params", transposed("head")).astype(c.dtype)
+            logits = few_rows(hidden, table, dtype=jnp.float32)
+        else:
+            table = (self.embedding if c.tie_embeddings else self.head).astype(c.dtype)
+            logits = jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
         return logits if c.final_softcap is None else c.final_softcap * jnp.tanh(logits / c.final_softcap)
 
     def init_all(self, tokens: Array) -> Array:
@@ -137,7 +142,6 @@ class Model:
         past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
         run = self._unrolled if isinstance(params["layers"], tuple) else self._scanned
         hidden, (keys, values) = run(params, tokens, place, past)
-        keys, values = (jax.tree.map(lambda x: x.swapaxes(-3, -2), new) for new in (keys, values))
         return hidden, cache.append(keys, values, token_mask, positions)
 
     def decode(self, params, tokens: Array, cache: cache_lib.Cache, token_mask: Array | None = None):
@@ -183,6 +187,7 @@ def _init(model: Model, key: Array) -> dict:
 
 
 INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}  # of projections
+TOGETHER = (("query", "key", "value"), ("out",), ("gate", "up"), ("down",))  # which of them have the same input
 
 
 def unstack(params: dict, *, transpose: bool = False) -> dict:
@@ -190,32 +195,41 @@ def unstack(params: dict, *, transpose: bool = False) -> dict:
 
     Args:
       params: from `init`.
-      transpose: store projections [out..., in...], which is faster on CPUs (`layers.few_rows`).
+      transpose: store projections [out, in], those of the same input as one, which is faster on CPUs
+        (`layers.few_rows`).
     """
-
-    def split(tree):
-        size = jax.tree.leaves(tree)[0].shape[0]
-        return tuple(jax.tree.map(operator.itemgetter(i), tree) for i in range(size))
-
-    layers = split(params["layers"])
-    if transpose:
-        layers = tuple({name: _transpose(part) for name, part in layer.items()} for layer in layers)
-    taken = params | {"layers": layers}
+    taken = params | {"layers": _split(params["layers"], transpose)}
     if "lora" in params:
-        taken["lora"] = params["lora"] | {"layers": split(params["lora"]["layers"])}
+        taken["lora"] = params["lora"] | {"layers": _split(params["lora"]["layers"], False)}
+    if transpose:
+        taken[transposed("head")] = params.get("head", params["embedding"])
     return taken
+
+
+@partial(jax.jit, static_argnums=1)
+def _split(tree: dict, transpose: bool) -> tuple[dict, ...]:
+    size = jax.tree.leaves(tree)[0].shape[0]
+    layers = tuple(jax.tree.map(operator.itemgetter(i), tree) for i in range(size))
+    if not transpose:
+        return layers
+    return tuple({name: _transpose(part) for name, part in layer.items()} for layer in layers)
 
 
 def _transpose(part: dict) -> dict:
     """The projections of an attention or an MLP; experts, whose kernels have an axis more, stay as they are."""
     if "router" in part:
         return part
-    kernels = {name: part[name] for name in INPUT_AXES if name in part}
+    groups = [names for names in TOGETHER if names[0] in part]
     turned = {
-        transposed(name): jnp.moveaxis(kernel, range(INPUT_AXES[name]), range(-INPUT_AXES[name], 0))
-        for name, kernel in kernels.items()
+        transposed(*names): jnp.concatenate([_as_matrix(part[name], INPUT_AXES[name]).T for name in names])
+        for names in groups
     }
-    return {name: value for name, value in part.items() if name not in kernels} | turned
+    return {name: value for name, value in part.items() if name not in INPUT_AXES} | turned
+
+
+def _as_matrix(kernel: Array, inputs: int) -> Array:
+    """A kernel [in..., out...] as [in, out]."""
+    return kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
 
 
 def count(token_mask: Array) -> Array:

@@ -1,9 +1,9 @@
 """Drawing completions from a policy, and scoring them."""
 
-from jaxpg.sampling.driver import generate
+from jaxpg.sampling.driver import generate, prepare
 from jaxpg.sampling.filters import Filter
 from jaxpg.sampling.multi_turn import Conversation, converse
 from jaxpg.sampling.sampler import sample
 from jaxpg.sampling.scoring import score
 
-__all__ = ["Conversation", "Filter", "converse", "generate", "sample", "score"]
+__all__ = ["Conversation", "Filter", "converse", "generate", "prepare", "sample", "score"]

@@ -38,7 +38,8 @@ class Request:
 
     @property
     def settings(self) -> Settings:
-        return Settings(self.model, float(self.temperature), tuple(self.filters), self.unroll)
+        has_minimum = not isinstance(self.min_new_tokens, int) or self.min_new_tokens > 1
+        return Settings(self.model, float(self.temperature), tuple(self.filters), self.unroll, self.greedy, has_minimum)
 
 
 def request(prompts: Array, prompt_mask: Array, **options) -> Request:

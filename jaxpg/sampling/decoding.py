@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxpg.models import Cache, Model
 from jaxpg.sampling import filters as filters_lib
 from jaxpg.sampling import stop_strings
+from jaxpg.sampling.draw import categorical, log_prob_of
 from jaxpg.types import Array, Rollout, StopReason, pytree
 
 
@@ -23,6 +24,8 @@ class Settings:
     temperature: float
     filters: tuple[filters_lib.Filter, ...]
     unroll: bool  # layer after layer in place of a scan over stacked layers
+    some_greedy: bool = False  # are there rows that take the most likely token?
+    has_minimum: bool = False  # must some row have more than one token?
 
 
 @pytree
@@ -149,20 +152,20 @@ def draw(state: State, logits: Array, stops: Stops, settings: Settings) -> State
 
 def _pick(state: State, logits: Array, stops: Stops, settings: Settings) -> tuple[Array, Array, Array]:
     """A token [R] int32 a row, its log-prob in the distribution it is drawn from, and in the plain tempered one."""
-    plain = logits / (settings.temperature or 1.0)
-    # Not before the fewest tokens are there: a stop token would end the row.
-    early = (state.count + 1 < state.rows.least)[:, None] & jnp.isin(jnp.arange(logits.shape[-1]), stops.tokens)
-    filtered = filters_lib.apply(settings.filters, jnp.where(early, -jnp.inf, plain), seen=state.seen)
-    token = jnp.argmax(filtered, axis=-1).astype(jnp.int32)
-    if settings.temperature:
-        keys = fold(state.rows.key, state.count)
-        token = jnp.where(state.rows.greedy, token, jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32))
-
-    def log_prob(scores):
-        return jnp.take_along_axis(jax.nn.log_softmax(scores, axis=-1), token[:, None], axis=-1)[:, 0]
-
-    greedy = state.rows.greedy | (settings.temperature == 0.0)
-    return token, jnp.where(greedy, 0.0, log_prob(filtered)), log_prob(plain)
+    plain = scores = logits / (settings.temperature or 1.0)
+    if settings.has_minimum:  # before the fewest tokens are there, a stop token would end the row
+        early = (state.count + 1 < state.rows.least)[:, None] & jnp.isin(jnp.arange(logits.shape[-1]), stops.tokens)
+        scores = jnp.where(early, -jnp.inf, scores)
+    scores = filters_lib.apply(settings.filters, scores, seen=state.seen)
+    if not settings.temperature:
+        token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        return token, jnp.zeros(token.shape), log_prob_of(plain, token)
+    token = categorical(fold(state.rows.key, state.count), scores)
+    if settings.some_greedy:
+        token = jnp.where(state.rows.greedy, jnp.argmax(scores, axis=-1).astype(jnp.int32), token)
+    plain_log_prob = log_prob_of(plain, token)
+    log_prob = plain_log_prob if scores is plain else log_prob_of(scores, token)
+    return token, jnp.where(state.rows.greedy, 0.0, log_prob), plain_log_prob
 
 
 def advance(params, state: State, until: Array, stops: Stops, *, settings: Settings) -> State:

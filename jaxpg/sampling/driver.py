@@ -17,7 +17,7 @@ from jaxpg import sharding
 from jaxpg.models import unstack
 from jaxpg.sampling import checks, decoding
 from jaxpg.sampling.sampler import lay_out, on_cpu, results
-from jaxpg.types import Array
+from jaxpg.types import Array, pytree
 
 Progress = Callable[[int, int], None]  # (rows that have ended, new tokens so far)
 
@@ -41,6 +41,7 @@ def generate(
     is not paid for by all. Each of these few shapes is compiled once for a process.
 
     Args:
+      params: the model's, or what `prepare` made of them.
       block: tokens between two looks.
       progress: called at each look with the number of rows that have ended and of tokens drawn (`rich` bars).
       **options: and everything else as in `sample`.
@@ -50,9 +51,10 @@ def generate(
     prompts, prompt_mask = jnp.asarray(prompts), jnp.asarray(prompt_mask)
     arrays, stops = lay_out(request, prompts, prompt_mask, key)
     most = max(max_new_tokens - 1, 1)  # the last token drawn is never fed back
+    params, apart = layouts(params, request)
     state = start(params, *arrays, stops, settings=request.settings, slots=min(block, most))
     state = run_out(
-        apart(params, request),
+        apart,
         state,
         stops,
         settings=request.settings,
@@ -64,9 +66,24 @@ def generate(
     return results(request, prompts, prompt_mask, state.record)
 
 
-def apart(params, request: checks.Request):
-    """The parameters as decode steps want them."""
-    return _unstack(params, transpose=on_cpu()) if request.unroll else params
+@pytree
+class Prepared:
+    """A model's parameters in two layouts, accepted by `generate` and `converse` in place of parameters."""
+
+    params: dict  # layers stacked, for prompts
+    apart: dict  # a layer beside the other, for decode steps
+
+
+def prepare(params) -> Prepared:
+    """Lays out parameters for several calls with the same ones; otherwise each call copies the layers."""
+    return Prepared(params, unstack(params, transpose=on_cpu()))
+
+
+def layouts(params, request: checks.Request):
+    """The parameters as prompts and as decode steps want them."""
+    if isinstance(params, Prepared):
+        return params.params, params.apart if request.unroll else params.params
+    return params, prepare(params).apart if request.unroll else params
 
 
 def run_out(
@@ -121,7 +138,6 @@ def capacity(slots: int, block: int) -> int:
 
 
 start = jax.jit(decoding.start, static_argnames=("settings", "slots"))
-_unstack = jax.jit(unstack, static_argnames="transpose")
 _advance = jax.jit(decoding.advance, static_argnames="settings", donate_argnames="state")
 _take = jax.jit(decoding.take)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpg.sampling import checks, decoding
-from jaxpg.sampling.driver import apart, compacted, grown, run_out, start
+from jaxpg.sampling.driver import compacted, grown, layouts, run_out, start
 from jaxpg.sampling.sampler import lay_out, results
 from jaxpg.types import Array, Rollout
 
@@ -73,36 +73,53 @@ def converse(
     if len(states) != num_rows:
         raise ValueError(f"states has {len(states)} entries: pass one a row, {num_rows}")
     arrays, stops = lay_out(request, prompts, prompt_mask, key)
-    settings, vocabulary = request.settings, request.model.config.vocab_size
-    turns, rewards = np.zeros(num_rows, int), np.zeros((num_rows, max_new_tokens), np.float32)
-    read = np.zeros(num_rows, int)  # columns that the environment knows
-    limits = np.asarray(arrays[2].limit)
+    settings = request.settings
+    table = _Table(environment, states, max_turns, np.asarray(arrays[2].limit), request)
+    params, apart = layouts(params, request)
     state = start(params, *arrays, stops, settings=settings, slots=block)
-    params, alive = apart(params, request), np.ones(num_rows, bool)
     while True:
-        state = run_out(params, state, stops, settings=settings, block=block)
+        state = run_out(apart, state, stops, settings=settings, block=block)
         tokens, count, ids = jax.device_get((state.record.tokens, state.count, state.rows.id))
-        answers = {}
-        for own, row in zip(count, ids, strict=True):
-            if row == num_rows or not alive[row]:
-                continue
-            turn = tokens[row, read[row] : own].tolist()
-            states[row], observation, reward, done = environment(states[row], turn)
-            rewards[row, own - 1] += reward
-            turns[row] += 1
-            alive[row] = not done and turns[row] < max_turns and own + len(observation) < limits[row]
-            if alive[row]:
-                answers[row] = _check(observation, row, vocabulary)
-                read[row] = own + len(observation)
+        answers = table.ask(tokens, count, ids)
         if not answers:
             break
         state = compacted(state, np.isin(ids, list(answers)))
         observed, mask = _pad([answers.get(row, ()) for row in np.asarray(state.rows.id).tolist()])
         state = grown(state, int(state.cache.length) + observed.shape[1] + 1, block)
-        state = respond(params, state, observed, mask, stops, settings=settings)
+        state = respond(apart, state, observed, mask, stops, settings=settings)
     front = jnp.zeros((num_rows, prompts.shape[1]), jnp.float32)
     rollout = results(request, prompts, prompt_mask, state.record)
-    return Conversation(rollout, jnp.concatenate([front, jnp.asarray(rewards)], axis=1), turns, states)
+    token_rewards = jnp.concatenate([front, jnp.asarray(table.rewards)], axis=1)
+    return Conversation(rollout, token_rewards, table.turns, table.states)
+
+
+class _Table:
+    """The environments of all rows, and what passed between them and the policy."""
+
+    def __init__(self, environment: Environment, states: list, max_turns: int, limits, request: checks.Request):
+        rows = len(states)
+        self.environment, self.states, self.max_turns, self.limits = environment, states, max_turns, limits
+        self.vocabulary = request.model.config.vocab_size
+        self.turns, self.read = np.zeros(rows, int), np.zeros(rows, int)  # columns that the environment knows
+        self.rewards = np.zeros((rows, request.max_new_tokens), np.float32)
+        self.alive = np.ones(rows, bool)
+
+    def ask(self, tokens: np.ndarray, count: np.ndarray, ids: np.ndarray) -> dict[int, list[int]]:
+        """Shows each row's turn to its environment; returns the observations of those that go on."""
+        answers = {}
+        for drawn, row in zip(count, ids, strict=True):
+            if row == len(self.states) or not self.alive[row]:
+                continue
+            turn = tokens[row, self.read[row] : drawn].tolist()
+            self.states[row], observation, reward, done = self.environment(self.states[row], turn)
+            self.rewards[row, drawn - 1] += reward
+            self.turns[row] += 1
+            until = drawn + (0 if done else len(observation))
+            self.alive[row] = not done and self.turns[row] < self.max_turns and until < self.limits[row]
+            if self.alive[row]:
+                answers[row] = _check(observation, row, self.vocabulary)
+                self.read[row] = until
+        return answers
 
 
 def _check(observation: Sequence[int], row: int, vocabulary: int) -> list[int]:
