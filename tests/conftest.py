@@ -29,9 +29,13 @@ def x64():
 SLOWEST_FIRST = (
     "test_hf_parity_fixtures",
     "test_quickstart",
+    "test_sampler_modes",
     "test_algorithms",
-    "test_update",
     "test_exact",
+    "test_lora",
+    "test_sampler",
+    "test_heads",
+    "test_attention",
     "test_models",
 )
 

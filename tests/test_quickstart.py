@@ -1,12 +1,14 @@
 """The whole run, small: it resumes exactly, does not care about the mesh, compiles once, refuses bad input."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -32,13 +34,20 @@ def load():
 quickstart = load()
 
 
+@functools.cache
+def compiled_programs():
+    """A folder for the programs that one launch compiles and the next can read."""
+    return tempfile.mkdtemp()
+
+
 def launch(run_dir, *extra, devices=1):
-    """Runs the script as a user does, on so many virtual devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    """Runs the script as a user does, on so many virtual devices; most of its time would be compilation."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    quick = {"JAX_COMPILATION_CACHE_DIR": compiled_programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     options = [text for name, value in TINY.items() for text in (f"--{name}", str(value))]
     return subprocess.run(
         [sys.executable, str(SCRIPT), *options, "--run-dir", str(run_dir), *extra],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,
