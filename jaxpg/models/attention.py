@@ -62,7 +62,7 @@ def attend_past(config: Config, queries: Array, positions: Array, parts: Sequenc
       config: scale, softcap, window.
       queries: [B, M, H, D].
       positions: [B, M] int32, of the queries.
-      parts: caches, the queries' own keys among them; together without an all-masked row.
+      parts: caches, the queries' own keys in one of them; together without an all-masked row.
       is_local: [] bool, whether this layer sees a window.
 
     Returns:
@@ -72,7 +72,9 @@ def attend_past(config: Config, queries: Array, positions: Array, parts: Sequenc
     top = reduce(jnp.maximum, tops)
     scales = [jnp.exp(own - top) for own in tops]
     total = sum(map(operator.mul, totals, scales))
-    out = sum(map(operator.mul, outs, scales)) / total
+    out = sum(map(operator.mul, outs, (scale[..., None] for scale in scales))) / total[..., None]
+    rows, new, _, dim = queries.shape
+    out = out.reshape(rows, out.shape[1], new, -1, dim).swapaxes(1, 2)  # [B, M, K, H/K, D]
     return out.reshape(queries.shape).astype(queries.dtype)
 
 
@@ -80,33 +82,31 @@ def _read(config: Config, queries: Array, positions: Array, part: Past, is_local
     """One part's share of a softmax that runs over several (Milakov & Gimelshein 2018, section 3.1).
 
     Returns:
-      m = max_s score, Σ_s exp(score − m) and Σ_s exp(score − m)·value, each [B, M, K, H/K, 1 or D] float32.
+      m = max_s score and Σ_s exp(score − m), [B, K, M·H/K], and Σ_s exp(score − m)·value, [B, K, M·H/K, D]; float32.
     """
-    (rows, new, heads, dim), (b, kv_heads, _, slots) = queries.shape, part.keys.shape
+    (rows, new, heads, dim), (b, kv_heads, *_) = queries.shape, part.keys.shape
     group = (rows // b, new, heads // kv_heads)  # whatever meets the same keys
     grouped = queries.reshape(b, *group[:2], kv_heads, group[2], dim).transpose(0, 3, 1, 2, 4, 5)
     scores = jnp.einsum(
         "bkqd,bkds->bkqs", grouped.reshape(b, kv_heads, -1, dim), part.keys, preferred_element_type=jnp.float32
     )
-    key_positions, query_positions = part.positions[:, None, None, :], positions.reshape(b, *group[:2], 1)
-    mask = part.mask[:, None, None, :] & (key_positions <= query_positions)
+    key_positions, query_positions = part.positions[:, None, :], positions.reshape(b, -1, 1)
+    mask = part.mask[:, None, :] & (key_positions <= query_positions)  # [b, B/b·M, S]
     if config.window is not None:
         mask &= _inside(config, key_positions, query_positions, is_local)
-    scores = _cap(config, scores * config.score_scale).reshape(b, kv_heads, *group, slots)
-    scores = jnp.where(mask[:, None, :, :, None], scores, -jnp.inf)
-    top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)  # finite where all is masked
-    weights = jnp.exp(scores - top)
+    mask = jnp.repeat(mask, group[2], axis=1)[:, None]
+    scores = jnp.where(mask, _cap(config, scores * config.score_scale), -jnp.inf)
+    top = jnp.maximum(scores.max(-1), jnp.finfo(jnp.float32).min)  # finite where all is masked
+    weights = jnp.exp(scores - top[..., None])
     out = jnp.einsum(
-        "bkqs,bksd->bkqd",
-        weights.reshape(b, kv_heads, -1, slots).astype(part.values.dtype),
-        part.values,
-        preferred_element_type=jnp.float32,
-    ).reshape(b, kv_heads, *group, dim)
+        "bkqs,bksd->bkqd", weights.astype(part.values.dtype), part.values, preferred_element_type=jnp.float32
+    )
 
-    def by_row(x):  # [b, K, B/b, M, H/K, n] -> [B, M, K, H/K, n]
-        return x.transpose(0, 2, 3, 1, 4, 5).reshape(rows, new, kv_heads, group[2], -1)
+    def by_row(x):  # [b, K, B/b·M·H/K, ...] -> [B, K, M·H/K, ...]; the same where rows have caches of their own
+        apart = x.reshape(b, kv_heads, group[0], -1, *x.shape[3:]).swapaxes(1, 2)
+        return apart.reshape(rows, kv_heads, -1, *x.shape[3:])
 
-    return by_row(top), by_row(weights.sum(-1, keepdims=True)), by_row(out)
+    return by_row(top), by_row(weights.sum(-1)), by_row(out)
 
 
 def _inside(config: Config, key_positions: Array, query_positions: Array, is_local) -> Array:

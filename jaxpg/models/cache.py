@@ -35,21 +35,21 @@ class Cache:
         """N, how many slots there are."""
         return self.mask.shape[1]
 
-    def append(self, keys: Layers, values: Layers, token_mask: Array, positions: Array) -> "Cache":
-        """Writes M tokens a row into the next slots: keys and values [R, M, K, D] a layer, the others [R, M]."""
+    def reserve(self, token_mask: Array) -> tuple["Cache", Array]:
+        """Makes the next M slots those of new tokens, which the layers `write`; token_mask [R, M] says which are real.
 
-        def write(store, new, axis):
-            return jax.lax.dynamic_update_slice_in_dim(store, new.astype(store.dtype), self.length, axis)
-
-        return dataclasses.replace(
+        Returns:
+          The cache and the tokens' positions [R, M] int32.
+        """
+        positions = jnp.maximum(self.next_position[:, None] + jnp.cumsum(token_mask, 1, dtype=jnp.int32) - 1, 0)
+        reserved = dataclasses.replace(
             self,
-            keys=jax.tree.map(lambda store, new: write(store, as_keys(new), -1), self.keys, keys),
-            values=jax.tree.map(lambda store, new: write(store, as_values(new), -2), self.values, values),
-            mask=write(self.mask, token_mask, 1),
-            positions=write(self.positions, positions, 1),
+            mask=jax.lax.dynamic_update_slice_in_dim(self.mask, token_mask, self.length, 1),
+            positions=jax.lax.dynamic_update_slice_in_dim(self.positions, positions, self.length, 1),
             next_position=self.next_position + token_mask.sum(1, dtype=jnp.int32),
             length=self.length + token_mask.shape[1],
         )
+        return reserved, positions
 
     def split(self) -> "Cache":
         """The same cache with a tuple of layers."""
@@ -86,6 +86,18 @@ class Cache:
             next_position=self.next_position[rows],
             length=self.length,
         )
+
+
+def write(keys: Array, values: Array, new_keys: Array, new_values: Array, slot: Array) -> tuple[Array, Array]:
+    """Writes M tokens, [R, M, K, D], into a layer's slots from `slot` on.
+
+    Before they are read: a loop whose steps read the old cache and then write it would copy it in each step.
+    """
+    new_keys, new_values = as_keys(new_keys).astype(keys.dtype), as_values(new_values).astype(values.dtype)
+    return (
+        jax.lax.dynamic_update_slice_in_dim(keys, new_keys, slot, -1),
+        jax.lax.dynamic_update_slice_in_dim(values, new_values, slot, -2),
+    )
 
 
 def as_keys(new: Array) -> Array:

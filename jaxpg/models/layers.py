@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpg.models import rope
 from jaxpg.models.attention import Past, attend, attend_past
-from jaxpg.models.cache import as_keys, as_values
+from jaxpg.models.cache import write
 from jaxpg.models.config import Config
 from jaxpg.types import Array
 
@@ -23,8 +23,9 @@ class Place(NamedTuple):
 
     positions: Array  # [B, N] int32, counting real tokens
     mask: Array  # [B, N] bool, real tokens
-    past_masks: Sequence[Array] = ()  # [b, S] bool of each cache
+    past_masks: Sequence[Array] = ()  # [b, S] bool of each cache; the last is the rows' own, these tokens among it
     past_positions: Sequence[Array] = ()  # [b, S] int32
+    slot: Array | None = None  # [] int32, where in the rows' own cache the tokens go
 
 
 class RMSNorm(nn.Module):
@@ -61,15 +62,19 @@ def transposed(*names: str) -> str:
     return "_".join((*names, "transposed"))
 
 
-def few_rows(x: Array, kernel: Array, inputs: int = 1, dtype=None) -> Array:
-    """x·Wᵀ for a kernel [out, in], contracting the last axes of x, as (W·xᵀ)ᵀ.
+def few_rows(
+    x: Array, kernel: Array, inputs: int = 1, *, dtype=None, sizes: Sequence[int] | None = None
+) -> list[Array]:
+    """x·Wᵀ for a kernel [out, in], contracting the last axes of x, as (W·xᵀ)ᵀ, in parts of these sizes.
 
     That is what a CPU does fastest with a few rows and a large matrix: at 16 rows XLA takes half to two thirds of the
     time of x·W. The barriers keep it from turning one into the other.
     """
     columns = jax.lax.optimization_barrier(x.reshape(-1, kernel.shape[-1]).T)
     product = jax.lax.optimization_barrier(jnp.matmul(kernel, columns, preferred_element_type=dtype))
-    return product.T.reshape(*x.shape[:-inputs], kernel.shape[0])
+    sizes = kernel.shape[:1] if sizes is None else sizes
+    parts = jnp.split(product, np.cumsum(sizes)[:-1])
+    return [part.T.reshape(*x.shape[:-inputs], size) for part, size in zip(parts, sizes, strict=True)]
 
 
 class Layer(nn.Module):
@@ -85,9 +90,8 @@ class Layer(nn.Module):
         The adapter, where there is one, is the entry `name` of the collection "lora".
         """
         if self.has_variable("params", transposed(*names)):
-            joined = few_rows(x, self.get_variable("params", transposed(*names)).astype(self.config.dtype), inputs)
-            sizes = np.cumsum([math.prod(shape[inputs:]) for shape in shapes])
-            parts = jnp.split(joined, sizes[:-1], axis=-1)
+            kernel = self.get_variable("params", transposed(*names)).astype(self.config.dtype)
+            parts = few_rows(x, kernel, inputs, sizes=[math.prod(shape[inputs:]) for shape in shapes])
             outs = [part.reshape(*part.shape[:-1], *shape[inputs:]) for part, shape in zip(parts, shapes, strict=True)]
         else:
             kernels = [self.param(name, init, shape) for name, shape in zip(names, shapes, strict=True)]
@@ -120,11 +124,14 @@ class Attention(Layer):
         cos, sin = self._angles(place.positions, is_local)
         queries, keys = rope.rotate(queries, cos, sin), rope.rotate(keys, cos, sin)
         if past:
+            *shared, own = past
+            keys, values = write(*own, keys, values, place.slot)
             parts = [
                 Past(*keys_values, mask, positions)
-                for keys_values, mask, positions in zip(past, place.past_masks, place.past_positions, strict=True)
+                for keys_values, mask, positions in zip(
+                    (*shared, (keys, values)), place.past_masks, place.past_positions, strict=True
+                )
             ]
-            parts.append(Past(as_keys(keys), as_values(values), place.mask, place.positions))
             attended = attend_past(c, queries, place.positions, parts, is_local)
         else:
             attended = attend(c, queries, keys, values, place.positions, place.mask, is_local)
@@ -187,7 +194,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; returns its keys and values so that a caller may cache them."""
+    """One layer; returns its keys and values for a cache, or the rows' own cache with them in it."""
 
     config: Config
 

@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         c = self.config
         if self.has_variable("params", transposed("head")):
             table = self.get_variable("params", transposed("head")).astype(c.dtype)
-            logits = few_rows(hidden, table, dtype=jnp.float32)
+            (logits,) = few_rows(hidden, table, dtype=jnp.float32)
         else:
             table = (self.embedding if c.tie_embeddings else self.head).astype(c.dtype)
             logits = jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
@@ -136,13 +136,14 @@ class Model:
         Returns:
           Final hidden states [R, M, E] and the cache with the tokens appended.
         """
-        positions = jnp.maximum(cache.next_position[:, None] + jnp.cumsum(token_mask, 1, dtype=jnp.int32) - 1, 0)
-        past_masks = (cache.prompt_mask, cache.mask)
-        place = Place(positions, token_mask, past_masks, (count(cache.prompt_mask), cache.positions))
+        slot = cache.length
+        cache, positions = cache.reserve(token_mask)
+        past_masks, past_positions = (cache.prompt_mask, cache.mask), (count(cache.prompt_mask), cache.positions)
+        place = Place(positions, token_mask, past_masks, past_positions, slot)
         past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
         run = self._unrolled if isinstance(params["layers"], tuple) else self._scanned
         hidden, (keys, values) = run(params, tokens, place, past)
-        return hidden, cache.append(keys, values, token_mask, positions)
+        return hidden, dataclasses.replace(cache, keys=keys, values=values)
 
     def decode(self, params, tokens: Array, cache: cache_lib.Cache, token_mask: Array | None = None):
         """Feeds one token a row.
