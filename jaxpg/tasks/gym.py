@@ -77,9 +77,8 @@ def _make(name: str, options: dict[str, Any]) -> Any:
     factory = _package().factory
     if name not in factory.DATASETS:
         raise ValueError(f"name={name!r}: reasoning-gym knows {', '.join(sorted(factory.DATASETS))}")
-    taken = {"seed", "size"} & options.keys()
-    if taken:
-        raise ValueError(f"{taken.pop()}: is chosen by problems(name, seed, start, count)")
+    if "size" in options:
+        raise ValueError(f"size={options['size']}: problems(name, seed, start, count) has a count instead")
     try:
         return factory.create_dataset(name, **options, seed=0, size=_PREPARED.get(name, _SIZE))
     except (TypeError, AssertionError) as error:

@@ -1,13 +1,13 @@
 """Sums in steps that can be checked: "2+3+4=" is answered "5;9", each running sum a step with its own reward.
 
-The same rewards serve three granularities: `rewards` places each step's reward on its last token and numbers the
+The same rewards serve three granularities: `make_rewards` places each step's reward on its last token and numbers the
 steps. Train with these segments for steps, with `segments.token` for tokens, and with `segments.response` for whole
 responses.
 """
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,8 @@ from jaxpg.tasks import draws
 ALPHABET = "0123456789+=;"
 DELIMITER = ";"
 # A step ends with the delimiter; a run of delimiters ends one step, as in `segments.steps`.
-_STEP = re.compile(rb"[^;]*;+|[^;]+")
+_STEP = re.compile("[^;]*;+|[^;]+")
+_STEP_BYTES = re.compile(rb"[^;]*;+|[^;]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Problem:
     answer: str
     level: int
     steps: tuple[str, ...]
+
+
+Rewards = Callable[[Sequence[Problem], np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Step(NamedTuple):
@@ -95,68 +99,68 @@ def check(problem: Problem, completion: str) -> list[Step]:
     A right step earns 1/n of the n that the problem has, so that a perfect answer earns 1. Step i is right if it is
     the running sum i, whatever stood before it. Steps beyond the n-th earn 0, so text in surplus gains nothing.
     """
-    data = completion.encode()
-    found = [(m.start(), m.end()) for m in _STEP.finditer(data)]
-    # Bytes to characters: the length of what stands before.
-    places = [(len(data[:start].decode()), len(data[:end].decode())) for start, end in found]
-    return [Step(*place, reward) for place, reward in zip(places, _rewards(problem, data, found), strict=True)]
+    found = list(_STEP.finditer(completion))
+    earned = _rewards(problem, [step[0] for step in found])
+    return [Step(step.start(), step.end(), reward) for step, reward in zip(found, earned, strict=True)]
 
 
-def rewards(
-    problems: Sequence[Problem], tokens: np.ndarray, action_mask: np.ndarray, tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards each step of each completion on the step's last token.
+def make_rewards(tokenizer) -> Rewards:
+    """Makes the function that rewards each step of each completion on the step's last token.
 
     A step ends with the token that holds its last character; the stop token belongs to the last step, or, after a
     delimiter, is a step of its own without a reward. Where one token ends several steps, they are one action, and it
     earns what they earn together.
 
     Args:
-      problems: P of them; the B = P·G rows of each are adjacent.
-      tokens: [B, T] int, of a rollout.
-      action_mask: [B, T] bool, the tokens of the completions.
       tokenizer: of `transformers`, with a backend of the `tokenizers` library.
 
     Returns:
-      token_rewards [B, T] float32, 0 elsewhere, and segments [B, T] int32, −1 outside the mask.
+      (problems, tokens, action_mask) -> (token_rewards, segments), on the host: of P problems and the tokens [B, T] of
+      a rollout with its action_mask [B, T], the P·G = B rows of a problem adjacent. token_rewards [B, T] float32 are 0
+      elsewhere, segments [B, T] int32 are −1 outside the mask. It raises ValueError if shapes do not fit.
 
     Raises:
-      ValueError: if shapes do not fit, or the tokenizer's tokens have no bytes of their own.
+      ValueError: if the tokenizer's tokens have no bytes of their own, see `stop_strings.token_bytes`.
     """
-    tokens, mask = np.asarray(tokens), np.asarray(action_mask)
+    pieces = token_bytes(tokenizer)
+
+    def rewards(problems: Sequence[Problem], tokens, action_mask) -> tuple[np.ndarray, np.ndarray]:
+        tokens, mask = np.asarray(tokens), np.asarray(action_mask)
+        _check_rows(problems, tokens, mask)
+        samples = len(tokens) // len(problems)
+        token_rewards, segments = np.zeros(tokens.shape, np.float32), np.full(tokens.shape, -1, np.int32)
+        for row, (ids, drawn) in enumerate(zip(tokens, mask, strict=True)):
+            # A model may have more logits than its tokenizer has ids: those beyond have no text.
+            texts = [pieces[i] if i < len(pieces) else b"" for i in ids[drawn].tolist()]
+            token_rewards[row, drawn], segments[row, drawn] = _place(problems[row // samples], texts)
+        return token_rewards, segments
+
+    return rewards
+
+
+def _check_rows(problems: Sequence[Problem], tokens: np.ndarray, mask: np.ndarray) -> None:
     if tokens.ndim != 2 or mask.shape != tokens.shape or mask.dtype != bool:
         raise ValueError(f"tokens {tokens.shape}, action_mask {mask.dtype}{mask.shape}: must be [B, T] and bool [B, T]")
     if not problems or len(tokens) % len(problems):
         raise ValueError(f"{len(tokens)} rows of {len(problems)} problems: must be a multiple, G rows of each")
-    samples = len(tokens) // len(problems)
-    pieces = token_bytes(tokenizer)
-    token_rewards, segments = np.zeros(tokens.shape, np.float32), np.full(tokens.shape, -1, np.int32)
-    for row, (ids, drawn) in enumerate(zip(tokens, mask, strict=True)):
-        texts = [pieces[i] if i < len(pieces) else b"" for i in ids[drawn].tolist()]
-        token_rewards[row, drawn], segments[row, drawn] = _place(problems[row // samples], texts)
-    return token_rewards, segments
 
 
 def _place(problem: Problem, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and step numbers of the tokens with these bytes."""
-    data = b"".join(texts)
-    ends = np.cumsum([len(text) for text in texts], dtype=int)  # where in the data each token ends
-    found = [(m.start(), m.end()) for m in _STEP.finditer(data)]
+    ends = np.cumsum([len(text) for text in texts], dtype=int)  # where in the row's bytes each token ends
+    found = list(_STEP_BYTES.finditer(b"".join(texts)))
     placed, closes = np.zeros(len(texts)), np.zeros(len(texts), bool)
-    for (_, end), reward in zip(found, _rewards(problem, data, found), strict=True):
-        closed = data[end - 1 : end] == b";"
+    for step, reward in zip(found, _rewards(problem, [s[0].decode(errors="replace") for s in found]), strict=True):
         # A step without a delimiter is the last one, and has what follows without text: the stop token.
-        at = int(np.searchsorted(ends, end)) if closed else len(texts) - 1
+        at = int(np.searchsorted(ends, step.end())) if step[0].endswith(b";") else len(texts) - 1
         placed[at] += reward
         closes[at] = True
     return placed, np.cumsum(closes) - closes
 
 
-def _rewards(problem: Problem, data: bytes, found: list[tuple[int, int]]) -> list[float]:
-    share = 1.0 / len(problem.steps)
-    steps = [step.encode() for step in problem.steps]
-    texts = [data[start:end].rstrip(b";") for start, end in found]
-    return [share if i < len(steps) and text == steps[i] else 0.0 for i, text in enumerate(texts)]
+def _rewards(problem: Problem, texts: list[str]) -> list[float]:
+    right = [text.rstrip(DELIMITER) == step for text, step in zip(texts, problem.steps, strict=False)]
+    return [1.0 / len(problem.steps) if i < len(right) and right[i] else 0.0 for i in range(len(texts))]
 
 
 def _state(operands: list[int], level: int) -> Problem:
