@@ -142,14 +142,17 @@ def test_a_killed_process_is_gone_and_replaced():
     assert not alive(first) and not alive(second)
 
 
-def test_processes_end_with_their_caller_even_if_it_is_killed():
+@pytest.mark.parametrize("text", ["", "hang in C"])
+def test_processes_end_with_their_caller_even_if_it_is_killed(text):
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "import os, scorers_for_workers as s; from jaxpg.tasks.workers import Workers\n"
-        "print(int(Workers(s.process, count=1).map([(0, '')])[0]), flush=True); os.kill(os.getpid(), 9)"
+        "import os, threading, scorers_for_workers as s; from jaxpg.tasks.workers import Workers\n"
+        "pool = Workers(s.process, count=1, timeout=1.0); print(int(pool.map([(0, '')])[0]), flush=True)\n"
+        f"threading.Timer(0.2, os.kill, (os.getpid(), 9)).start(); pool.map([(0, {text!r})]); threading.Event().wait()"
     )
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=30)
-    deadline = time.monotonic() + 5
+    assert alive(run.stdout) or not text, "it still hangs, so that the next lines say something"
+    deadline = time.monotonic() + 10
     while alive(run.stdout) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(run.stdout)

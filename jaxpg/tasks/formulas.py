@@ -1,6 +1,11 @@
 """Formulas compared by the package math-verify; `scoring.math_verify` runs this in processes that can be killed."""
 
+import logging
+
 import math_verify
+
+# With its own limits off it warns, at every call, that there must be another one: there is.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def score(answer: str, completion: str) -> float | None:

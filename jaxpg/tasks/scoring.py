@@ -135,7 +135,9 @@ class Isolated:
 def math_verify(*, count: int = 2, timeout: float = 5.0, **options) -> Isolated:
     """Makes a scorer of the package math-verify: formulas are compared by sympy, in processes of their own.
 
-    It reads `problem.answer`, does not apply where that cannot be parsed, and else gives 1.0 or 0.0.
+    It reads `problem.answer`, does not apply where that cannot be parsed, and else gives 1.0 or 0.0. A model will
+    sometimes write what sympy never finishes, such as 10^{10^{10}}: combine it with raise_failures=False in training,
+    and watch `Scored.failures`.
 
     Args:
       count: of processes.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_GRACE = 5  # seconds after which a worker whose caller is gone kills itself
+_GRACE = 2  # seconds beyond the limit after which a worker whose caller is gone kills itself
 
 
 class WorkerError(Exception):
