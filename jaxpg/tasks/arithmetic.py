@@ -6,7 +6,8 @@ the same sum with its operands swapped.
 """
 
 import dataclasses
-import hashlib
+
+from jaxpg.tasks import draws
 
 ALPHABET = "0123456789+-*="
 
@@ -87,7 +88,7 @@ def held_out_set(count: int, *, level: int = 2, seed: int = 0) -> list[Problem]:
 def is_held_out(operator: str, operands: tuple[int, ...]) -> bool:
     """Says whether a problem belongs to the held-out tenth, whatever the order of commuting operands."""
     canonical = operands if operator == "-" else tuple(sorted(operands))
-    return _hash(f"split/{operator}/{canonical}") % 10 == 0
+    return draws.is_held_out(f"{operator}/{canonical}")
 
 
 def longest_prompt(level: int) -> str:
@@ -112,9 +113,9 @@ def score(problem: Problem, completion: str) -> float:
 
 
 def _draw(level: Level, text: str) -> tuple[str, tuple[int, ...]]:
-    operator = level.operators[_hash(f"{text}/operator") % len(level.operators)]
+    operator = level.operators[draws.number(f"{text}/operator") % len(level.operators)]
     low, high = _operand_range(level)
-    return operator, tuple(low + _hash(f"{text}/{i}") % (high - low + 1) for i in range(level.terms))
+    return operator, tuple(low + draws.number(f"{text}/{i}") % (high - low + 1) for i in range(level.terms))
 
 
 def _operand_range(level: Level) -> tuple[int, int]:
@@ -128,7 +129,3 @@ def _state(operator: str, operands: tuple[int, ...], level: int) -> Problem:
     else:
         answer = operands[0] + sum(operands[1:]) * (-1 if operator == "-" else 1)
     return Problem(prompt=operator.join(map(str, operands)) + "=", answer=str(answer), level=level)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
