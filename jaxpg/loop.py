@@ -16,6 +16,7 @@ import numpy as np
 from jaxpg import checks
 from jaxpg import metrics as metrics_lib
 from jaxpg.checkpoint import Checkpointer
+from jaxpg.dynamic_sampling import Drawn, fill
 from jaxpg.metrics import JsonlWriter
 from jaxpg.train_state import TrainState
 from jaxpg.types import Array, Batch, Experience, Rollout, StopReason
@@ -103,6 +104,9 @@ class Scores(NamedTuple):
 
     rewards: np.ndarray  # [P, G] float32
     valid: np.ndarray  # [P, G] bool, False where no scorer applied; its reward is not read
+    token_rewards: np.ndarray | None = None  # [B, T] float32, of single tokens or steps, besides `rewards`
+    segments: np.ndarray | None = None  # [B, T] int32, the action each token belongs to
+    greedy_rewards: np.ndarray | None = None  # [P] float32, of the greedy completions
 
 
 def policy_gradient_step(
@@ -115,19 +119,23 @@ def policy_gradient_step(
     update: Update,
     epochs: int = 1,
     minibatches: int = 1,
+    max_resamples: int = 0,
     adapt: Update | None = None,
 ) -> Step:
     """Makes the step of every on-policy method: sample → score → advantage → epochs × minibatches of updates.
 
     Args:
       prompts: iteration -> Prompts.
-      sample: (params, tokens, mask, key) -> Rollout; jitted.
-      score: (problems, rollout) -> Scores; on the host. Its step raises ValueError for a reward that is not finite.
+      sample: (params, tokens, mask, key) -> Rollout, or a tuple that begins with it; jitted.
+      score: (problems, *what was sampled) -> Scores; on the host. Its step raises ValueError for a reward that is not
+        finite.
       experience: (state, rollout, scores) -> Experience; adds what the algorithm wants, e.g. values.
       to_batch: computes advantages; jitted.
       update: jitted.
       epochs: passes over each rollout.
       minibatches: updates a pass; the rows are shuffled anew for each pass. Must divide the rows of a rollout.
+      max_resamples: how often groups without a signal may be replaced by new ones (`dynamic_sampling.fill`); iteration
+        k then draws from `prompts` at k·(1 + max_resamples) and after.
       adapt: (state, batch) -> (state, metrics) after the last update of a rollout, e.g. of `update.make_kl_adaptation`;
         jitted. It moves `TrainState.kl_coef`, which must start above 0.
 
@@ -136,19 +144,28 @@ def policy_gradient_step(
     """
     checks.at_least("epochs", epochs, 1)
     checks.at_least("minibatches", minibatches, 1)
+    checks.at_least("max_resamples", max_resamples, 0)
     take = jax.jit(_take_rows, static_argnames="count")
 
     def step(state: TrainState, k: int) -> tuple[TrainState, Row]:
         if adapt is not None and k == 0:
             _check_kl_coef(state)
         key, clock = jax.random.fold_in(state.key, k), _Clock()
-        asked = prompts(k)
-        rollout = jax.block_until_ready(sample(state.params, asked.tokens, asked.mask, jax.random.fold_in(key, 0)))
-        _check_divides(minibatches, rollout)
-        clock.lap("sample")
-        scores = score(asked.problems, rollout)
-        _check_finite(scores)
-        clock.lap("score")
+
+        def draw(attempt: int) -> Drawn:
+            asked = prompts(k * (1 + max_resamples) + attempt)
+            # The order of the rows has key 1.
+            drawn_key = jax.random.fold_in(key, attempt + 1 if attempt else 0)
+            sampled = jax.block_until_ready(sample(state.params, asked.tokens, asked.mask, drawn_key))
+            sampled = sampled if isinstance(sampled, tuple) else (sampled,)
+            _check_divides(minibatches, sampled[0])
+            clock.lap("sample")
+            scores = score(asked.problems, *sampled)
+            _check_finite(scores)
+            clock.lap("score")
+            return Drawn(asked.problems, sampled[0], scores)
+
+        (problems, rollout, scores), draws = fill(draw, max_resamples=max_resamples)
         batch = to_batch(experience(state, rollout, scores))
         total, first = None, None
         for order_key, index in _minibatches(jax.random.fold_in(key, 1), epochs, minibatches):
@@ -162,31 +179,47 @@ def policy_gradient_step(
             state, metrics = adapt(state, batch)
             row |= metrics_lib.to_floats(metrics)
         clock.lap("update")
-        return state, describe(rollout, scores) | row | clock.row()
+        described = describe(problems, rollout, scores) | ({"sampled_groups": draws} if max_resamples else {})
+        return state, described | row | clock.row()
 
     return step
 
 
-def describe(rollout: Rollout, scores: Scores) -> Row:
+def describe(problems: Sequence[Any], rollout: Rollout, scores: Scores) -> Row:
     """Says in numbers what was sampled: rewards, groups without a signal, lengths, cut completions.
 
     Args:
+      problems: P of them; where they have a `level`, rewards are told by level too.
       rollout: of B rows.
       scores: of the same samples, [P, G].
     """
     lengths = np.asarray(rollout.action_mask).sum(-1)
     cut = np.asarray(rollout.stop_reason) == StopReason.BUDGET
     rewards = np.ma.masked_array(scores.rewards, ~scores.valid)
-    return {
-        "reward": float(np.ma.filled(rewards.mean(), 0.0)),
+    better = scores.rewards.reshape(-1) > _mean(rewards)
+    row = {
+        "reward": _mean(rewards),
         "reward_std": float(np.ma.filled(rewards.std(), 0.0)),
         "scored": float(np.mean(scores.valid)),
         "zero_variance_groups": float(np.mean(np.ma.filled(np.ma.ptp(rewards, axis=-1), 0.0) == 0)),
         "completion_length": float(lengths.mean()),
         "completion_length_max": float(lengths.max()),
+        "completion_length_better": _mean(np.ma.masked_array(lengths, ~better)),  # of rewards above the mean
+        "completion_length_worse": _mean(np.ma.masked_array(lengths, better)),
         "cut_completions": float(cut.mean()),
         "completion_tokens": int(lengths.sum()),
     }
+    levels = np.asarray([getattr(problem, "level", 0) for problem in problems])
+    if len(levels) and levels.min() != levels.max():
+        row |= {f"reward/level_{level}": _mean(rewards[levels == level]) for level in np.unique(levels)}
+    if hasattr(scores, "metrics"):  # of several scorers, see `tasks.scoring`
+        row |= scores.metrics()
+    return row
+
+
+def _mean(values: np.ma.MaskedArray) -> float:
+    """The mean of what is not masked, 0 where all is."""
+    return float(np.ma.filled(values.mean(), 0.0))
 
 
 def _check_finite(scores: Scores) -> None:
@@ -235,7 +268,8 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self._laps[f"seconds_{name}"], self._last = now - self._last, now
+        self._laps[f"seconds_{name}"] = self._laps.get(f"seconds_{name}", 0.0) + now - self._last
+        self._last = now
 
     def row(self) -> Row:
         return dict(self._laps)

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -53,6 +54,31 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     return built
 
 
+def in_words(rows: Sequence[dict]) -> list[str]:
+    """Says what people ask about the numbers of a policy-gradient run: the rows of `loop.policy_gradient_step`."""
+
+    def mean(name: str) -> float:
+        return sum(row[name] for row in rows) / len(rows)
+
+    first, last = rows[0], rows[-1]
+    said = [
+        f"The loss was {mean('loss'):.4f} on average. On policy its value is minus the mean advantage, 0 where "
+        "advantages are centred, whatever the gradient is: watch the reward, not the loss.",
+        f"In {mean('zero_variance_groups'):.0%} of the groups all samples had the same reward "
+        f"({last['zero_variance_groups']:.0%} in the last step): a comparison within the group learns nothing there.",
+        f"{mean('cut_completions'):.1%} of the completions were cut by the budget of new tokens "
+        f"({last['cut_completions']:.1%} in the last step); their mean length went from "
+        f"{first['completion_length']:.1f} to {last['completion_length']:.1f} tokens.",
+        f"Before the first update of a rollout, log-probs of sampler and trainer differed by "
+        f"{mean('log_prob_gap'):.1e} a token.",
+    ]
+    if any(row["scored"] < 1 for row in rows):
+        said.append(f"{1 - mean('scored'):.1%} of the completions had no score: no scorer applied to them.")
+    if "sampled_groups" in rows[0]:
+        said.append(f"{mean('sampled_groups'):.2f} groups were drawn for each one that was kept.")
+    return said
+
+
 def draw_curves(path: Path, curves: dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]], *, title: str):
     """Draws one panel per entry, with its named curves.
 
@@ -71,6 +97,31 @@ def draw_curves(path: Path, curves: dict[str, dict[str, tuple[Sequence[float], S
         axes.set(title=panel, xlabel="step", ylim=(-0.02, 1.02))
         axes.grid(alpha=0.3)
         axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+class Band(NamedTuple):
+    """A curve with its spread."""
+
+    x: Sequence[float]
+    middle: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def draw_bands(path: Path, panels: dict[str, dict[str, Band]]):
+    """Draws one panel per entry, with its named curves and, in a lighter shade, their spread."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(7 * len(panels), 5.2), layout="constrained")
+    styles = ("-", "--", ":")  # ten colours, then the same dashed
+    for axes, (panel, bands) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for i, (name, band) in enumerate(bands.items()):
+            axes.plot(band.x, band.middle, styles[i // 10 % 3], label=name, linewidth=1.4, color=f"C{i % 10}")
+            axes.fill_between(band.x, band.low, band.high, alpha=0.12, color=f"C{i % 10}", linewidth=0)
+        axes.set(title=panel)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 

@@ -11,6 +11,7 @@ Metrics of the update:
   loss: −L before the step. surrogate_gain, kl: after it, both 0 where params did not change. accepted: 1 or 0.
   nonfinite: 1 where the loss or its gradient had a NaN or infinity; the batch was skipped, and loss and grad_norm,
     which cannot be told, say 0.
+  log_prob_gap: mean |log π − log π_sampler| of the actions before the step, the mismatch of sampler and trainer.
   backtracks: times that the step was shortened. step_norm: length of the change of params. grad_norm: of ∇L.
   cg_iterations: Fisher-vector products. cg_residual: ‖g − (F + damping·I)·s‖/‖g‖.
   passes_forward, passes_backward: what the step cost, in passes of the whole batch through the model. The gradient is
@@ -103,14 +104,14 @@ def make_update(
         for name in ("log_probs", "advantages"):
             if getattr(batch, name) is None:
                 raise ValueError(f"batch.{name} is None: TRPO needs it, give [B, T] float32")
-        gradient, loss = whole.gradient(state.params, batch)
+        gradient, loss, gap = whole.gradient(state.params, batch)
         unit, gradient_norm, finite = _rescale(gradient, loss)
         old = batch, whole.logits(state.params, batch)
         matvec = partial(whole.fisher, old, state.params)
         solution = conjugate_gradient(matvec, unit, iterations=cg_iterations, tolerance=cg_tolerance)
         full_step = _full_step(solution, unit, max_kl)
         found = search(partial(whole.compare, old), state.params, full_step)
-        metrics = _metrics(loss, gradient_norm, finite, solution, unit, full_step, found)
+        metrics = _metrics(loss, gradient_norm, finite, solution, unit, full_step, found) | {"log_prob_gap": gap}
         return dataclasses.replace(state, step=state.step + 1, params=found.params), metrics
 
     return update
@@ -251,7 +252,7 @@ def line_search(compare: Callable, params, full_step, *, max_kl, backtrack: floa
 class _WholeBatch(NamedTuple):
     """Sums over micro-batches, divided once. Each line says how many passes through the model it costs."""
 
-    gradient: Callable  # (params, batch) -> ∇L, Weighted −L                            1 forward, 1 backward
+    gradient: Callable  # (params, batch) -> ∇L, Weighted −L, log_prob_gap              1 forward, 1 backward
     logits: Callable  # (params, batch) -> [B, T, V]                                    1 forward
     fisher: Callable  # ((batch, old_logits), params, v) -> (F + damping·I)·v           2 forward, 2 backward
     compare: Callable  # ((batch, old_logits), params) -> gain of L, mean KL            1 forward
@@ -267,8 +268,14 @@ def _whole_batch(logits_fn: LogitsFn, temperature, aggregate: Callable, damping,
         return losses.surrogate(log_probs, batch.log_probs, batch.advantages)[0]
 
     def loss_part(params, batch):
-        loss = aggregate(surrogate(logits_of(params, batch), batch), batch.action_mask)
-        return loss.total, loss
+        logits = logits_of(params, batch)
+        loss = aggregate(surrogate(logits, batch), batch.action_mask)
+        return loss.total, (loss, gap_part(jax.lax.stop_gradient(logits), batch))
+
+    def gap_part(logits, batch):
+        log_probs = logprobs.token_log_probs(logits, batch.tokens, temperature=temperature)
+        sampled = batch.log_probs if batch.sampler_log_probs is None else batch.sampler_log_probs
+        return aggregate_lib.token_mean(jnp.abs(log_probs - checks.as_float(sampled)), batch.action_mask)
 
     def kl_part(params, batch, old_logits):
         divergence = token_kl(old_logits, logits_of(params, batch), temperature=temperature)
@@ -283,8 +290,8 @@ def _whole_batch(logits_fn: LogitsFn, temperature, aggregate: Callable, damping,
         return loss, aggregate_lib.token_mean(divergence, batch.action_mask)
 
     def gradient(params, batch):
-        total, loss = add_up(jax.grad(loss_part, has_aux=True), params, batch)
-        return jax.tree.map(lambda g: masked.safe_divide(-g, loss.weight).astype(g.dtype), total), loss
+        total, (loss, gap) = add_up(jax.grad(loss_part, has_aux=True), params, batch)
+        return jax.tree.map(lambda g: masked.safe_divide(-g, loss.weight).astype(g.dtype), total), loss, gap
 
     def fisher(old, params, vector):
         def product(v, part):

@@ -51,11 +51,9 @@ def problem(seed: int, index: int, *, level: int = 2, held_out: bool = False) ->
     Raises:
       ValueError: for a level that does not exist.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level={level}: choose among {', '.join(map(str, LEVELS))}")
-    attempt = 0
+    shape, attempt = _shape(level), 0
     while True:  # the split is decided by the problem, so draw until one falls into the wanted side
-        operator, operands = _draw(LEVELS[level], f"{seed}/{index}/{attempt}")
+        operator, operands = _draw(shape, f"{seed}/{index}/{attempt}")
         if is_held_out(operator, operands) == held_out:
             return _state(operator, operands, level)
         attempt += 1
@@ -93,13 +91,13 @@ def is_held_out(operator: str, operands: tuple[int, ...]) -> bool:
 
 def longest_prompt(level: int) -> str:
     """Returns a prompt of the greatest length that a level can ask."""
-    shape = LEVELS[level]
+    shape = _shape(level)
     return _state(shape.operators[0], (10**shape.digits - 1,) * shape.terms, level).prompt
 
 
 def longest_answer(level: int) -> str:
     """Returns an answer of the greatest length that a level can have."""
-    shape = LEVELS[level]
+    shape = _shape(level)
     low, high = _operand_range(shape)
     corners = [
         (operator, (first, *[high] * (shape.terms - 1))) for operator in shape.operators for first in (low, high)
@@ -110,6 +108,12 @@ def longest_answer(level: int) -> str:
 def score(problem: Problem, completion: str) -> float:
     """Returns 1.0 if the completion is the answer to the letter, else 0.0."""
     return float(completion == problem.answer)
+
+
+def _shape(level: int) -> Level:
+    if level not in LEVELS:
+        raise ValueError(f"level={level}: choose among {', '.join(map(str, LEVELS))}")
+    return LEVELS[level]
 
 
 def _draw(level: Level, text: str) -> tuple[str, tuple[int, ...]]:

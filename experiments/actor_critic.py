@@ -1,0 +1,72 @@
+"""Actor-critic: a learned critic says what to expect, and n rewards and its guess replace the whole return.
+
+    python experiments/actor_critic.py --n 1             # TD(0); --smoke shows that it runs; --help lists the options
+
+Mnih et al. 2016 (A3C). The advantage is the n-step return less V, and the critic is fitted to the n-step return. The
+fit is proximal: a few gradient steps on |Q - V_φ|² + coef·|φ - φ_i|², with φ_i the critic before them, so that a small
+batch does not throw it about. Rewards come at the end alone: the smaller n, the more the actor learns from the critic,
+and from its errors. With n above the longest answer the advantage is the return less V.
+
+Differs from the paper: one synchronous batch in place of asynchronous workers, actor and critic share no weights, no
+entropy bonus.
+Expect held-out accuracy to rise from about 0.43, later than with a baseline of samples: the critic must learn first.
+"""
+
+import dataclasses
+
+from jaxpg import algorithms, cli, ladder, loop
+from jaxpg.update import adamw, make_update
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ladder.Config):
+    """Options of actor-critic."""
+
+    group_size: int = 1
+    minibatches: int = 1
+    n: int = 2  # rewards before the critic's guess, in tokens
+    critic_learning_rate: float = 1e-3
+    critic_updates: int = 3  # a rollout
+    proximal_coef: float = 1e-3  # of |φ - φ_i|²
+
+
+def prepare(config: Config) -> ladder.Run:
+    """Checks the options before anything is compiled or written."""
+    for name in ("n", "critic_updates"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(config, name)}: must be at least 1")
+    return ladder.prepare(config, name="actor_critic")
+
+
+def train(run: ladder.Run) -> None:
+    """Warms up on solved problems, then learns from rewards alone."""
+    c = run.config
+    # The critic has an update of its own, so the actor's loss has no share of it.
+    algorithm = dataclasses.replace(algorithms.actor_critic(n=c.n), value_loss=None)
+    with ladder.session(run) as session:
+        params = ladder.with_critic(run.model, ladder.warm_up(session), session.key)
+        optimizers = {
+            "actor": adamw(ladder.schedule(c, c.rl_learning_rate), b2=0.99),
+            "critic": adamw(c.critic_learning_rate, b2=0.99),
+        }
+        policy = ladder.actor(run.model, temperature=c.temperature)
+        loss_fn = algorithms.make_loss_fn(algorithm, policy)
+        both = ladder.update_halves(
+            make_update(loss_fn, optimizers["actor"], num_microbatches=c.num_microbatches),
+            ladder.fit_critic(run, optimizers["critic"], updates=c.critic_updates, proximal_coef=c.proximal_coef),
+        )
+        state, update = ladder.start_halves(run, params, both, optimizers=optimizers)
+        sample = ladder.sampler(run)
+        step = loop.policy_gradient_step(
+            prompts=ladder.prompts(run),
+            sample=lambda params, *rest: sample(params["actor"], *rest),
+            score=ladder.scorer(run),
+            experience=ladder.experience(run, values=ladder.values(run)),
+            to_batch=ladder.to_batch(run, algorithm),  # advantage = n-step return - V
+            update=update,
+        )
+        ladder.fit(session, step, state, acting=lambda params: params["actor"])
+
+
+if __name__ == "__main__":
+    cli.main(Config, prepare, train, description=__doc__)

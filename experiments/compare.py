@@ -1,0 +1,151 @@
+"""The comparison: every rung on the same task, with the same budget of samples, over several seeds.
+
+    python experiments/compare.py                        # or --rungs grpo dr_grpo --seeds 0 1 2 --samples 100000
+
+Each run has a folder of its own, runs/compare/<rung>/seed_<k>. What is finished is not done again, and what was
+interrupted goes on, so the same command may be given as often as one likes, with more rungs or seeds. All rungs of a
+seed start from the same warm-up, that of the first. The problems are of three difficulties, and completions may be
+longer than any right answer, so that two biases of GRPO can be seen: `length.png` has the length of better and worse
+completions, `difficulty.png` the reward by difficulty.
+
+Expect, in `curves.png`, rungs with a baseline of samples ahead of REINFORCE, and those with a critic behind at first. A
+budget counts every completion that was drawn, those that DAPO throws away too.
+"""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from jaxpg import cli, metrics, report
+
+RUNGS = (
+    *("reinforce", "reinforce_baseline", "actor_critic", "trpo", "ppo_penalty", "ppo_clip"),
+    *("remax", "rloo", "grpo", "dr_grpo", "dapo", "gspo"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the comparison."""
+
+    rungs: tuple[str, ...] = RUNGS
+    seeds: tuple[int, ...] = (0, 1, 2)
+    samples: int = 60_000  # completions a run
+    batch_size: int = 512  # completions a step
+    levels: tuple[int, ...] = (2, 3, 4)  # difficulties of the sums, in turn
+    spare: int = 4  # tokens a completion may have beyond the longest right one
+    run_dir: Path = Path("runs/compare")
+    smoke: bool = False  # a few small steps, to see that everything runs
+
+
+def prepare(config: Config) -> Config:
+    """Checks the options before anything is compiled or written."""
+    unknown = [name for name in config.rungs if name not in RUNGS]
+    if unknown or not config.rungs:
+        raise ValueError(f"--rungs={' '.join(config.rungs)}: choose among {', '.join(RUNGS)}")
+    if not config.seeds:
+        raise ValueError("--seeds is empty: name at least one")
+    if config.samples < config.batch_size or config.batch_size < 1:
+        raise ValueError(
+            f"--samples={config.samples}: must be at least --batch-size={config.batch_size}, itself above 0"
+        )
+    return config
+
+
+def train(config: Config) -> None:
+    """Does what is not done yet, then compares."""
+    for seed in config.seeds:
+        for rung in config.rungs:
+            if not (folder(config, rung, seed) / "summary.json").exists():
+                train_one(config, rung, seed)
+    compare(config)
+
+
+def folder(config: Config, rung: str, seed: int) -> Path:
+    return config.run_dir / rung / f"seed_{seed}"
+
+
+def train_one(config: Config, rung: str, seed: int) -> None:
+    """Runs one rung, from its own file."""
+    module, first = importlib.import_module(rung), folder(config, config.rungs[0], seed)
+    options = {"levels": config.levels, "spare": config.spare, "seed": seed, "resume": True, "smoke": config.smoke}
+    own = module.Config(
+        **options,
+        batch_size=config.batch_size,
+        rl_steps=config.samples // config.batch_size,
+        warmup_accuracy=0.25,
+        run_dir=folder(config, rung, seed),
+        warm_start=None if rung == config.rungs[0] else first,
+    )
+    module.train(module.prepare(own))
+
+
+def samples(row: dict, batch_size: int) -> int:
+    """Completions drawn in a step."""
+    return int(row.get("sampled_groups", 1)) * batch_size
+
+
+def read(config: Config, rung: str, seed: int) -> dict[str, np.ndarray]:
+    """The curves of a run within the budget: of every step its samples and seconds so far, and its numbers."""
+    path = folder(config, rung, seed)
+    batch_size = json.loads((path / "config.json").read_text())["batch_size"]
+    rows = [row for row in metrics.read_jsonl(path / "metrics.jsonl") if row["phase"] == "rl"]
+    drawn = np.cumsum([samples(row, batch_size) for row in rows])
+    rows = [row for row, total in zip(rows, drawn, strict=True) if total <= config.samples] or rows[:1]
+    seconds = [sum(x for name, x in row.items() if name.startswith("seconds_")) for row in rows]
+    names = [name for name in rows[0] if name.startswith(("reward", "completion_length"))]
+    return {name: smoothed([row[name] for row in rows]) for name in names} | {
+        "samples": drawn[: len(rows)],
+        "seconds": np.cumsum(seconds),
+    }
+
+
+def smoothed(values: list[float], window: int = 9) -> np.ndarray:
+    """The mean of the last few values."""
+    return np.array([np.mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))])
+
+
+def spread(runs: list[dict], x: str, y: str) -> report.Band:
+    """Mean and range of y over the seeds, at the first seed's x."""
+    length = min(len(run[y]) for run in runs)
+    values = np.stack([run[y][:length] for run in runs])
+    return report.Band(runs[0][x][:length], values.mean(0), values.min(0), values.max(0))
+
+
+def compare(config: Config) -> None:
+    """Draws the curves and prints the table, of all seeds of each rung."""
+    runs = {rung: [read(config, rung, seed) for seed in config.seeds] for rung in config.rungs}
+    out = config.run_dir
+    report.draw_bands(
+        out / "curves.png",
+        {f"reward by {x}": {name: spread(r, x, "reward") for name, r in runs.items()} for x in ("samples", "seconds")},
+    )
+    lengths = ("completion_length_better", "completion_length_worse")
+    report.draw_bands(
+        out / "length.png", {y: {name: spread(r, "samples", y) for name, r in runs.items()} for y in lengths}
+    )
+    levels = sorted(name for name in next(iter(runs.values()))[0] if name.startswith("reward/level_"))
+    report.draw_bands(
+        out / "difficulty.png", {y: {name: spread(r, "samples", y) for name, r in runs.items()} for y in levels}
+    )
+    rows = [(rung, *line(config, rung, runs[rung])) for rung in config.rungs]
+    columns = ("rung", "before", "after", "gain by seed", "seconds", "length, worse")
+    Console().print(report.table(f"{config.samples:,} samples, {len(config.seeds)} seeds", columns, rows))
+
+
+def line(config: Config, rung: str, runs: list[dict]) -> tuple[str, ...]:
+    """Held-out accuracy before and after, and what it took; the gain of each seed, since three make no error bar."""
+    told = [json.loads((folder(config, rung, seed) / "summary.json").read_text()) for seed in config.seeds]
+    before, after = (np.array([t[name] for t in told]) for name in ("accuracy_before", "accuracy_after"))
+    gains = " ".join(f"{gain:+.3f}" for gain in after - before)
+    seconds = np.mean([run["seconds"][-1] for run in runs])
+    worse = np.mean([run["completion_length_worse"][-1] for run in runs])
+    return f"{before.mean():.3f}", f"{after.mean():.3f}", gains, f"{seconds:.0f}", f"{worse:.2f}"
+
+
+if __name__ == "__main__":
+    cli.main(Config, prepare, train, description=__doc__)

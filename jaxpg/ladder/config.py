@@ -1,0 +1,174 @@
+"""Options that all rungs share, the task, and what is checked before anything is compiled or written."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from transformers import PreTrainedTokenizerBase
+
+from jaxpg import run_folder, sharding
+from jaxpg.data import characters, encode_prompts
+from jaxpg.models import Config as ModelConfig
+from jaxpg.models import Model
+from jaxpg.tasks import arithmetic
+
+EVALUATION_BATCH = 256
+
+# Options that change where and how a run is done, but not its results.
+NOT_IDENTITY = ("run_dir", "resume", "stop_after", "mesh", "num_microbatches", "checkpoint_every", "warm_start")
+# What --smoke replaces: a few small steps, to see that everything runs.
+SMOKE = {
+    "batch_size": 64,
+    "group_size": 4,
+    "rl_steps": 2,
+    "warmup_steps": 2,
+    "warmup_batch_size": 32,
+    "held_out": 16,
+    "evaluate_every": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of every rung."""
+
+    seed: int = 0
+    level: int = 2  # difficulty of the sums, 1 to 5
+    levels: tuple[int, ...] = ()  # several difficulties in turn, in place of --level
+    spare: int = 0  # tokens a completion may have beyond the longest right one
+    batch_size: int = 1024  # completions a step
+    group_size: int = 8  # completions a prompt
+    rl_steps: int = 400
+    rl_learning_rate: float = 7e-4
+    temperature: float = 1.0  # of the sampler, hence of the policy that is trained
+    epochs: int = 1  # passes over each rollout
+    minibatches: int = 2  # updates a pass
+    num_microbatches: int = 1  # parts a minibatch is cut into to save memory; changes no result
+    warmup_steps: int = 600  # at most; the warm-up ends when the model is mediocre
+    warmup_batch_size: int = 256
+    warmup_learning_rate: float = 2e-3
+    warmup_accuracy: float = 0.4  # what counts as mediocre, on training problems
+    warm_start: Path | None = None  # the folder of another run, whose warm-up of the same options is taken over
+    held_out: int = 512  # problems of the evaluation, which no phase trains on
+    evaluate_every: int = 25  # steps
+    mesh: str = "data=-1"  # e.g. data=2,fsdp=2,tensor=2
+    run_dir: Path | None = None  # default runs/<name of the experiment>
+    resume: bool = False  # go on with the run in run_dir, if there is one
+    checkpoint_every: int = 25  # steps
+    stop_after: int | None = None  # end this process abruptly after so many steps; --resume goes on
+    smoke: bool = False  # a few small steps, to see that everything runs
+
+
+class Task(NamedTuple):
+    """Problems with a prompt and an answer, and what a completion of one is worth."""
+
+    alphabet: str
+    problems: Callable[[int, int, int], Sequence[Any]]  # (seed, start, count) -> problems to train on
+    held_out: Callable[[int], Sequence[Any]]  # count -> problems that no phase trains on
+    score: Callable[[Any, str], float]  # (problem, completion) -> reward
+    longest_prompt: str
+    max_new_tokens: int
+
+
+class Run(NamedTuple):
+    """What `prepare` checked and built."""
+
+    name: str
+    config: Any  # a Config
+    mesh: jax.sharding.Mesh
+    model: Model
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    held_out: Sequence[Any]
+    prompt_length: int
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens a completion may have."""
+        return self.task.max_new_tokens
+
+
+def arithmetic_task(levels: Sequence[int], *, spare: int = 0) -> Task:
+    """Sums of these levels in turn; the budget is the longest answer, a stop token and some `spare` tokens."""
+
+    def problems(seed: int, start: int, count: int):
+        n = len(levels)
+        return [arithmetic.problem(seed, i // n, level=levels[i % n]) for i in range(start, start + count)]
+
+    def held_out(count: int):
+        sets = [arithmetic.held_out_set(-(-count // len(levels)), level=level) for level in levels]
+        return [problem for together in zip(*sets, strict=True) for problem in together][:count]
+
+    return Task(
+        alphabet=arithmetic.ALPHABET,
+        problems=problems,
+        held_out=held_out,
+        score=lambda problem, text: arithmetic.score(problem, text),  # looked up late, so that it can be replaced
+        longest_prompt=max((arithmetic.longest_prompt(level) for level in levels), key=len),
+        max_new_tokens=max(len(arithmetic.longest_answer(level)) for level in levels) + 1 + spare,
+    )
+
+
+def prepare(config: Config, *, name: str, task: Task | None = None) -> Run:
+    """Checks every option before anything is compiled or written, and opens the folder of the run.
+
+    Args:
+      config: the options.
+      name: of the experiment, for its title and its folder.
+      task: default sums of `config.level`, or of `config.levels` in turn.
+
+    Raises:
+      ValueError: naming the option that is wrong, its value and the remedy.
+    """
+    c = dataclasses.replace(config, **SMOKE) if config.smoke else config
+    c = c if c.run_dir else dataclasses.replace(c, run_dir=Path("runs") / name)
+    if c.smoke:  # most of a short run would be compilation
+        jax.config.update("jax_disable_most_optimizations", True)
+    mesh = sharding.make_mesh(c.mesh)
+    _check_sizes(c, sharding.row_shards(mesh))
+    task = arithmetic_task(c.levels or (c.level,), spare=c.spare) if task is None else task
+    tokenizer = characters(task.alphabet)
+    held_out = task.held_out(c.held_out)
+    prompt_length = len(task.longest_prompt)
+    encode_prompts(tokenizer, [task.longest_prompt], length=prompt_length)
+    model = Model(
+        ModelConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            num_layers=1 if c.smoke else 2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            mlp_size=192,
+            tie_embeddings=False,  # what a digit means in a prompt and in an answer are two things
+            max_length=prompt_length + task.max_new_tokens,
+        )
+    )
+    sharding.shardings(mesh, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
+    run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
+    return Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length)
+
+
+def _check_sizes(c: Config, shards: int) -> None:
+    """Raises ValueError where the sizes do not divide each other."""
+    positive = ("batch_size", "group_size", "minibatches", "num_microbatches", "epochs", "held_out", "rl_steps")
+    for name in (*positive, "evaluate_every"):
+        if getattr(c, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(c, name)}: must be at least 1")
+    if c.spare < 0:
+        raise ValueError(f"--spare={c.spare}: must be at least 0")
+    if c.temperature <= 0:
+        raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples of a prompt are the same")
+    if c.batch_size % c.group_size:
+        raise ValueError(f"--group-size={c.group_size} does not divide --batch-size={c.batch_size}: choose a divisor")
+    parts = {
+        "--batch-size / --group-size prompts": c.batch_size // c.group_size,
+        "--batch-size / --minibatches / --num-microbatches rows": c.batch_size / c.minibatches / c.num_microbatches,
+        "--warmup-batch-size rows": c.warmup_batch_size,
+        "evaluation rows": EVALUATION_BATCH,
+    }
+    for name, size in parts.items():
+        if size % shards:
+            raise ValueError(f"{size:g} {name} cannot be spread over data*fsdp={shards} of --mesh={c.mesh}: change one")

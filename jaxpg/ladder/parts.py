@@ -1,0 +1,152 @@
+"""The pieces of a step, bound to a run: prompts, sampler, scorer, experience, update."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpg import algorithms, loop, sharding, train_state
+from jaxpg.data import decode_completions, encode_prompts
+from jaxpg.dynamic_sampling import TOLD
+from jaxpg.ladder.config import Config, Run
+from jaxpg.ladder.policies import actor
+from jaxpg.objective import Policy
+from jaxpg.sampling import sample
+from jaxpg.train_state import Trainable
+from jaxpg.types import Experience
+from jaxpg.update import adamw, make_update
+
+DEMONSTRATIONS, PROMPTS, VALIDATION = range(3)
+
+
+def stream(c: Config, purpose: int) -> int:
+    """Numbers the problem streams: demonstrations, prompts for RL and validation differ for each seed."""
+    return 3 * c.seed + purpose
+
+
+def encode(run: Run, problems):
+    """Tokenizes problems and spreads them over the mesh."""
+    texts = [problem.prompt for problem in problems]
+    return sharding.put_rows(run.mesh, encode_prompts(run.tokenizer, texts, length=run.prompt_length))
+
+
+def prompts(run: Run) -> Callable[[int], loop.Prompts]:
+    """The problems of iteration k, as many as give `batch_size` completions."""
+    c = run.config
+    count = c.batch_size // c.group_size
+
+    def draw(k: int) -> loop.Prompts:
+        problems = run.task.problems(stream(c, PROMPTS), k * count, count)
+        return loop.Prompts(*encode(run, problems), problems)
+
+    return draw
+
+
+def sampler(run: Run, *, samples_per_prompt: int | None = None, temperature: float | None = None, **options):
+    """The compiled sampler (params, tokens, mask, key) -> Rollout; default `group_size` samples, as in training.
+
+    **options go to `sampling.sample`.
+    """
+    c = run.config
+    draw = partial(
+        sample,
+        model=run.model,
+        max_new_tokens=run.max_new_tokens,
+        stop_tokens=(run.tokenizer.eos_token_id,),
+        samples_per_prompt=c.group_size if samples_per_prompt is None else samples_per_prompt,
+        temperature=c.temperature if temperature is None else temperature,
+        **options,
+    )
+    return jax.jit(draw, out_shardings=sharding.rows(run.mesh))
+
+
+def scorer(run: Run) -> Callable[..., loop.Scores]:
+    """Scores each completion on the host; those of a greedy rollout beside it, one a prompt, too."""
+
+    def rewards(problems, rollout) -> np.ndarray:
+        texts = decode_completions(run.tokenizer, rollout)
+        samples = len(texts) // len(problems)
+        found = [run.task.score(problems[i // samples], text) for i, text in enumerate(texts)]
+        return np.asarray(found, np.float32).reshape(len(problems), samples)
+
+    def score(problems, rollout, greedy=None) -> loop.Scores:
+        found = rewards(problems, rollout)
+        beside = None if greedy is None else rewards(problems, greedy)[:, 0]
+        return loop.Scores(found, valid=np.ones(found.shape, bool), greedy_rewards=beside)
+
+    return score
+
+
+def experience(run: Run, **more):
+    """Builds (state, rollout, scores) -> Experience with all that the scores tell.
+
+    Args:
+      run: whose mesh it is put on.
+      **more: name of a field -> (state, rollout) -> its value, e.g. values=ladder.values(run).
+    """
+
+    def build(state, rollout, scores) -> Experience:
+        fields = {name: getattr(scores, name, None) for name in TOLD}
+        fields = sharding.put_rows(run.mesh, {name: x for name, x in fields.items() if x is not None})
+        return Experience(rollout, **fields, **{name: function(state, rollout) for name, function in more.items()})
+
+    return build
+
+
+def to_batch(run: Run, algorithm: algorithms.Algorithm):
+    """The compiled advantages of an algorithm."""
+    return jax.jit(partial(algorithms.to_batch, algorithm), out_shardings=sharding.rows(run.mesh))
+
+
+def schedule(c: Config, learning_rate: float) -> optax.Schedule:
+    """A short rise and a cosine down to a twentieth, over all updates of the phase."""
+    updates = c.rl_steps * c.epochs * c.minibatches
+    return optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warmup_steps=updates // 15, decay_steps=updates, end_value=0.05 * learning_rate
+    )
+
+
+def start(
+    run: Run,
+    algorithm: algorithms.Algorithm,
+    params,
+    *,
+    policy: Policy | None = None,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    trainable: Trainable | None = None,
+    kl_coef: float = 0.0,
+):
+    """Builds the sharded first state of a phase, from a copy of the parameters, and its compiled update.
+
+    Args:
+      run: its mesh, key and micro-batches.
+      algorithm: losses and aggregation.
+      params: what to train.
+      policy: default `actor` at the sampler's temperature.
+      learning_rate: of AdamW; default the run's, by `schedule`.
+      optimizer: in place of AdamW.
+      trainable: as of `update.make_update`.
+      kl_coef: the state's first KL coefficient.
+    """
+    c = run.config
+    policy = actor(run.model, temperature=c.temperature) if policy is None else policy
+    rate = schedule(c, c.rl_learning_rate) if learning_rate is None else learning_rate
+    optimizer = adamw(rate, b2=0.99) if optimizer is None else optimizer
+
+    def init(params):  # of copies: the state's arrays are donated
+        own, key = jax.tree.map(jnp.copy, params), jax.random.key(c.seed)
+        return train_state.init(own, optimizer, key, kl_coef=kl_coef, trainable=trainable)
+
+    loss_fn = algorithms.make_loss_fn(algorithm, policy)
+    update = make_update(loss_fn, optimizer, num_microbatches=c.num_microbatches, trainable=trainable)
+    places = sharding.shardings(run.mesh, jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=places)(params), compiled(run, update, places)
+
+
+def compiled(run: Run, update, places):
+    """Compiles (state, batch) -> (state, metrics), with the state in its places and donated."""
+    return jax.jit(update, donate_argnums=0, out_shardings=(places, sharding.replicated(run.mesh)))

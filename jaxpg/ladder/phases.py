@@ -1,0 +1,141 @@
+"""The two phases of a run: supervised until the model is mediocre, then rewards only."""
+
+import json
+import time
+from collections.abc import Callable
+
+import jax
+
+from jaxpg import algorithms, evaluate, loop, run_folder, sharding, train_state
+from jaxpg.checkpoint import Checkpointer
+from jaxpg.data import decode_completions, encode_demonstrations
+from jaxpg.ladder import summary
+from jaxpg.ladder.config import EVALUATION_BATCH, Run
+from jaxpg.ladder.parts import DEMONSTRATIONS, VALIDATION, encode, sampler, start, stream
+from jaxpg.ladder.policies import actor
+from jaxpg.ladder.session import Session
+
+CHECK_EVERY = 5  # steps of the warm-up between two looks at its accuracy
+
+
+def make_greedy(run: Run) -> Callable:
+    """Builds (params, problems) -> the most likely completion of each, as text."""
+    draw, key = sampler(run, samples_per_prompt=1, temperature=0.0), jax.random.key(0)  # nothing is drawn
+
+    def greedy(params, problems) -> list[str]:
+        def generate(part):
+            return decode_completions(run.tokenizer, draw(params, *encode(run, part), key))
+
+        return evaluate.complete(generate, problems, batch=EVALUATION_BATCH)
+
+    return greedy
+
+
+def accuracy(run: Run, problems, texts) -> float:
+    return evaluate.accuracy(run.task.score, problems, texts)
+
+
+def warm_up(session: Session) -> dict:
+    """Learns from solved problems until the model is mediocre: no better than `warmup_accuracy` asks.
+
+    Returns:
+      The parameters, those of `warm_start` if the run is given one.
+    """
+    run, c = session.run, session.run.config
+    params = jax.jit(run.model.init)(jax.random.key(c.seed))
+    # The model's own distribution, whatever the temperature of the sampler will be.
+    state, update = start(
+        run,
+        algorithms.supervised(),
+        params,
+        policy=actor(run.model, temperature=1.0),
+        learning_rate=c.warmup_learning_rate,
+    )
+    if c.warm_start is not None:
+        return _taken_over(run, state)
+    journal, greedy = session.journal("warmup"), make_greedy(run)
+    length = run.prompt_length + run.max_new_tokens
+    validation = run.task.problems(stream(c, VALIDATION), 0, 2 * EVALUATION_BATCH)
+
+    def batch(k: int):
+        problems = run.task.problems(stream(c, DEMONSTRATIONS), k * c.warmup_batch_size, c.warmup_batch_size)
+        texts = [p.prompt for p in problems], [p.answer for p in problems]
+        return sharding.put_rows(run.mesh, encode_demonstrations(run.tokenizer, *texts, length=length))
+
+    bar = session.progress.add_task("warm-up, supervised", total=c.warmup_steps, numbers="")
+    found = 0.0
+
+    def on_step(state, done, row):
+        nonlocal found
+        if done % CHECK_EVERY == 0:
+            found = accuracy(run, validation, greedy(state.params, validation))
+            session.writer.write({"phase": "warmup_check", "step": done, "accuracy": found})
+        session.progress.update(bar, completed=done, numbers=f"loss {row['loss']:.3f}  accuracy {found:.2f}")
+        session.stop.count()
+        return found >= c.warmup_accuracy
+
+    state = loop.run(loop.supervised_step(batch, update), state, journal, steps=c.warmup_steps, on_step=on_step)
+    session.progress.update(bar, total=int(state.step), completed=int(state.step))
+    return state.params
+
+
+def _taken_over(run: Run, like: train_state.TrainState) -> dict:
+    """The warm-up of another run, if its options are the same."""
+    folder, c = run.config.warm_start, run.config
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"--warm-start={folder} is not the folder of a run: it has no config.json")
+    there, here = json.loads(path.read_text()), run_folder.config_dict(c)
+    names = [
+        name for name in here if name in ("seed", "level", "levels", "spare", "smoke") or name.startswith("warmup_")
+    ]
+    differing = [
+        f"{name} is {there.get(name)} there, {here[name]} here" for name in names if there.get(name) != here[name]
+    ]
+    if differing:
+        raise ValueError(f"--warm-start={folder} was warmed up with other options: {'; '.join(differing)}")
+    saves = Checkpointer((folder / "checkpoints" / "warmup").absolute())
+    try:
+        if not (saves.record() or {"finished": False})["finished"]:
+            raise ValueError(f"--warm-start={folder} has not finished its warm-up: let it run on with --resume")
+        return saves.restore(like)[0].params
+    finally:
+        saves.close()
+
+
+def fit(
+    session: Session,
+    step: loop.Step,
+    state: train_state.TrainState,
+    *,
+    acting: Callable[[dict], dict] = lambda params: params,
+) -> train_state.TrainState:
+    """Learns from rewards alone, evaluates before, meanwhile and after, and writes curves.png and summary.json.
+
+    Args:
+      session: from `session`.
+      step: of `loop`.
+      state: of step 0.
+      acting: the parameters that sample among the state's, for an actor with a critic.
+    """
+    run, c = session.run, session.run.config
+    journal, greedy = session.journal("rl"), make_greedy(run)
+    before = greedy(acting(state.params), run.held_out)
+    if journal.checkpointer.latest is None:  # else the row stands in the file already
+        found = accuracy(run, run.held_out, before)
+        session.writer.write({"phase": "evaluation", "step": 0, "accuracy": found})
+    bar = session.progress.add_task(f"rewards only, {run.name}", total=c.rl_steps, numbers="")
+
+    def on_step(state, done, row):
+        if done % c.evaluate_every == 0:
+            found = accuracy(run, run.held_out, greedy(acting(state.params), run.held_out))
+            session.writer.write({"phase": "evaluation", "step": done, "accuracy": found})
+        speed = row["completion_tokens"] / row["seconds_sample"]
+        session.progress.update(bar, completed=done, numbers=f"reward {row['reward']:.2f}  {speed:,.0f} tokens/s")
+        session.stop.count()
+
+    state = loop.run(step, state, journal, steps=c.rl_steps, on_step=on_step)
+    session.progress.update(bar, completed=c.rl_steps)
+    after = greedy(acting(state.params), run.held_out)
+    summary.conclude(session, before, after, seconds=time.perf_counter() - session.started)
+    return state

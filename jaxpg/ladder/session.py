@@ -1,0 +1,73 @@
+"""One process at work on a run: its records, its bars, and a way to end it like a power cut."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxpg import loop, metrics, report
+from jaxpg.checkpoint import Checkpointer
+from jaxpg.ladder.config import Run
+
+PHASES = ("warmup", "rl")
+
+
+class Stopped(Exception):
+    """The session has done the steps that --stop-after allows."""
+
+
+class StopAfter:
+    """Counts the steps of this session, and ends it like a power cut, without a last checkpoint."""
+
+    def __init__(self, limit: int | None):
+        self.limit, self.done = limit, 0
+
+    def count(self) -> None:
+        self.done += 1
+        if self.done == self.limit:
+            raise Stopped(self.done)
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What the phases of a run write to."""
+
+    run: Run
+    console: Console
+    progress: Progress
+    writer: metrics.JsonlWriter
+    saves: dict[str, Checkpointer]  # of each phase
+    stop: StopAfter
+    started: float
+
+    @property
+    def key(self) -> jax.Array:
+        """Of what is drawn once a run, besides the model: the heads."""
+        return jax.random.fold_in(jax.random.key(self.run.config.seed), 1)
+
+    def journal(self, phase: str) -> loop.Journal:
+        """Where a phase records itself."""
+        return loop.Journal(phase, self.writer, self.saves[phase], self.run.config.checkpoint_every)
+
+
+@contextlib.contextmanager
+def session(run: Run) -> Iterator[Session]:
+    """Opens the records of a run, within its mesh, and closes them whatever happens. --stop-after ends the block."""
+    c, console = run.config, Console()
+    devices = f"{run.mesh.size} {jax.devices()[0].platform} device(s)"
+    console.print(f"[bold]{run.name}[/] on {devices}, folder {c.run_dir}")
+    saves = {phase: Checkpointer((c.run_dir / "checkpoints" / phase).absolute()) for phase in PHASES}
+    newest = saves["rl"].record() or saves["warmup"].record() or {"metrics_bytes": 0}
+    writer = metrics.JsonlWriter(c.run_dir / "metrics.jsonl", offset=newest["metrics_bytes"])
+    try:
+        with jax.set_mesh(run.mesh), report.progress(console) as progress:
+            yield Session(run, console, progress, writer, saves, StopAfter(c.stop_after), time.perf_counter())
+    except Stopped as stopped:
+        console.print(f"Stopped after {stopped} steps of this session, --resume goes on.")
+    finally:
+        for closing in (writer, *saves.values()):
+            closing.close()
