@@ -86,8 +86,7 @@ def fit_critic(run: Run, optimizer: optax.GradientTransformation, *, updates: in
             return loss, {}
 
         step = make_update(loss_fn, optimizer, num_microbatches=run.config.num_microbatches)
-        for _ in range(updates):
-            state, metrics = step(state, batch)
-        return state, metrics
+        state, metrics = jax.lax.scan(lambda state, _: step(state, batch), state, length=updates)
+        return state, jax.tree.map(lambda x: x[-1], metrics)
 
     return fit
