@@ -9,8 +9,8 @@ Source: Schulman et al. 2015 (TRPO), section 6 and appendix C.
 
 Metrics of the update:
   loss: −L before the step. surrogate_gain, kl: after it, both 0 where params did not change. accepted: 1 or 0.
-  nonfinite: 1 where the loss or its gradient had a NaN or infinity; the batch was skipped, and loss and grad_norm,
-    which cannot be told, say 0.
+  nonfinite: 1 where the loss or its gradient had a NaN or infinity; the batch was skipped, and loss, grad_norm
+    and log_prob_gap, which cannot be told, say 0.
   log_prob_gap: mean |log π − log π_sampler| of the actions before the step, the mismatch of sampler and trainer.
   backtracks: times that the step was shortened. step_norm: length of the change of params. grad_norm: of ∇L.
   cg_iterations: Fisher-vector products. cg_residual: ‖g − (F + damping·I)·s‖/‖g‖.
@@ -111,7 +111,7 @@ def make_update(
         solution = conjugate_gradient(matvec, unit, iterations=cg_iterations, tolerance=cg_tolerance)
         full_step = _full_step(solution, unit, max_kl)
         found = search(partial(whole.compare, old), state.params, full_step)
-        metrics = _metrics(loss, gradient_norm, finite, solution, unit, full_step, found) | {"log_prob_gap": gap}
+        metrics = _metrics(loss, gap, gradient_norm, finite, solution, unit, full_step, found)
         return dataclasses.replace(state, step=state.step + 1, params=found.params), metrics
 
     return update
@@ -351,7 +351,7 @@ def _full_step(solution: Solution, gradient, max_kl):
     return jax.tree.map(lambda s: (scale * s).astype(s.dtype), solution.x)
 
 
-def _metrics(loss, gradient_norm, finite, solution: Solution, gradient, full_step, found: Found) -> Metrics:
+def _metrics(loss, gap, gradient_norm, finite, solution: Solution, gradient, full_step, found: Found) -> Metrics:
     """Says what the step did and what it cost; the module's docstring explains each."""
     products = solution.iterations
     values = {
@@ -368,7 +368,10 @@ def _metrics(loss, gradient_norm, finite, solution: Solution, gradient, full_ste
         "passes_backward": 1 + 2 * products,
     }
     metrics = {name: Weighted(value.astype(jnp.float32), jnp.float32(1)) for name, value in values.items()}
-    return metrics | {"loss": Weighted(jnp.where(finite, loss.total, 0.0).astype(jnp.float32), loss.weight)}
+    told = {"loss": loss, "log_prob_gap": gap}
+    return metrics | {
+        name: Weighted(jnp.where(finite, x.total, 0.0).astype(jnp.float32), x.weight) for name, x in told.items()
+    }
 
 
 def _check_numbers(zero_is_fine: bool, **numbers) -> None:

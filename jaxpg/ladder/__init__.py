@@ -8,7 +8,7 @@ with ladder.session(run) as session:
     ladder.fit(session, step, state)                  # rewards only, evaluations, curves, summary
 """
 
-from jaxpg.ladder.config import Config, Run, Task, arithmetic_task, prepare
+from jaxpg.ladder.config import Common, Config, Run, Task, arithmetic_task, open_run, prepare
 from jaxpg.ladder.halves import fit_critic, no_optimizer, start_halves, update_halves
 from jaxpg.ladder.parts import experience, prompts, sampler, schedule, scorer, start, to_batch
 from jaxpg.ladder.phases import fit, warm_up
@@ -16,6 +16,7 @@ from jaxpg.ladder.policies import actor, actor_critic, reference, values, with_c
 from jaxpg.ladder.session import Session, session
 
 __all__ = [
+    "Common",
     "Config",
     "Run",
     "Session",
@@ -27,6 +28,7 @@ __all__ = [
     "fit",
     "fit_critic",
     "no_optimizer",
+    "open_run",
     "prepare",
     "prompts",
     "reference",

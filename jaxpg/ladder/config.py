@@ -31,13 +31,10 @@ SMOKE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Options of every rung."""
+class Common:
+    """Options of every run that learns from rewards."""
 
     seed: int = 0
-    level: int = 2  # difficulty of the sums, 1 to 5
-    levels: tuple[int, ...] = ()  # several difficulties in turn, in place of --level
-    spare: int = 0  # tokens a completion may have beyond the longest right one
     batch_size: int = 1024  # completions a step
     group_size: int = 8  # completions a prompt
     rl_steps: int = 400
@@ -46,11 +43,6 @@ class Config:
     epochs: int = 1  # passes over each rollout
     minibatches: int = 2  # updates a pass
     num_microbatches: int = 1  # parts a minibatch is cut into to save memory; changes no result
-    warmup_steps: int = 600  # at most; the warm-up ends when the model is mediocre
-    warmup_batch_size: int = 256
-    warmup_learning_rate: float = 2e-3
-    warmup_accuracy: float = 0.4  # what counts as mediocre, on training problems
-    warm_start: Path | None = None  # the folder of another run, whose warm-up of the same options is taken over
     held_out: int = 512  # problems of the evaluation, which no phase trains on
     evaluate_every: int = 25  # steps
     mesh: str = "data=-1"  # e.g. data=2,fsdp=2,tensor=2
@@ -61,28 +53,43 @@ class Config:
     smoke: bool = False  # a few small steps, to see that everything runs
 
 
-class Task(NamedTuple):
-    """Problems with a prompt and an answer, and what a completion of one is worth."""
+@dataclasses.dataclass(frozen=True)
+class Config(Common):
+    """Options of every rung: a small model, sums, a warm-up."""
 
-    alphabet: str
+    level: int = 2  # difficulty of the sums, 1 to 5
+    levels: tuple[int, ...] = ()  # several difficulties in turn, in place of --level
+    spare: int = 0  # tokens a completion may have beyond the longest right one
+    warmup_steps: int = 600  # at most; the warm-up ends when the model is mediocre
+    warmup_batch_size: int = 256
+    warmup_learning_rate: float = 2e-3
+    warmup_accuracy: float = 0.4  # what counts as mediocre, on training problems
+    warm_start: Path | None = None  # the folder of another run, whose warm-up of the same options is taken over
+
+
+class Task(NamedTuple):
+    """Problems, how they are put to the model, and what a completion of one is worth."""
+
     problems: Callable[[int, int, int], Sequence[Any]]  # (seed, start, count) -> problems to train on
     held_out: Callable[[int], Sequence[Any]]  # count -> problems that no phase trains on
     score: Callable[[Any, str], float]  # (problem, completion) -> reward
-    longest_prompt: str
     max_new_tokens: int
+    render: Callable[[Sequence[Any]], list[str]] = lambda problems: [problem.prompt for problem in problems]
 
 
 class Run(NamedTuple):
     """What `prepare` checked and built."""
 
     name: str
-    config: Any  # a Config
+    config: Any  # a Common
     mesh: jax.sharding.Mesh
     model: Model
     tokenizer: PreTrainedTokenizerBase
     task: Task
     held_out: Sequence[Any]
     prompt_length: int
+    evaluation_batch: int = EVALUATION_BATCH
+    driven: bool = False  # sample by `generate`, driven from the host, which pays off where completions are long
 
     @property
     def max_new_tokens(self) -> int:
@@ -102,37 +109,30 @@ def arithmetic_task(levels: Sequence[int], *, spare: int = 0) -> Task:
         return [problem for together in zip(*sets, strict=True) for problem in together][:count]
 
     return Task(
-        alphabet=arithmetic.ALPHABET,
         problems=problems,
         held_out=held_out,
         score=lambda problem, text: arithmetic.score(problem, text),  # looked up late, so that it can be replaced
-        longest_prompt=max((arithmetic.longest_prompt(level) for level in levels), key=len),
         max_new_tokens=max(len(arithmetic.longest_answer(level)) for level in levels) + 1 + spare,
     )
 
 
-def prepare(config: Config, *, name: str, task: Task | None = None) -> Run:
-    """Checks every option before anything is compiled or written, and opens the folder of the run.
+def prepare(config: Config, *, name: str) -> Run:
+    """Checks every option of a rung before anything is compiled or written, and opens the folder of its run.
 
     Args:
       config: the options.
       name: of the experiment, for its title and its folder.
-      task: default sums of `config.level`, or of `config.levels` in turn.
 
     Raises:
       ValueError: naming the option that is wrong, its value and the remedy.
     """
     c = dataclasses.replace(config, **SMOKE) if config.smoke else config
-    c = c if c.run_dir else dataclasses.replace(c, run_dir=Path("runs") / name)
-    if c.smoke:  # most of a short run would be compilation
-        jax.config.update("jax_disable_most_optimizations", True)
-    mesh = sharding.make_mesh(c.mesh)
-    _check_sizes(c, sharding.row_shards(mesh))
-    task = arithmetic_task(c.levels or (c.level,), spare=c.spare) if task is None else task
-    tokenizer = characters(task.alphabet)
-    held_out = task.held_out(c.held_out)
-    prompt_length = len(task.longest_prompt)
-    encode_prompts(tokenizer, [task.longest_prompt], length=prompt_length)
+    levels = c.levels or (c.level,)
+    if c.spare < 0:
+        raise ValueError(f"--spare={c.spare}: must be at least 0")
+    task = arithmetic_task(levels, spare=c.spare)
+    tokenizer = characters(arithmetic.ALPHABET)
+    prompt_length = max(len(arithmetic.longest_prompt(level)) for level in levels)
     model = Model(
         ModelConfig(
             vocab_size=len(tokenizer),
@@ -146,19 +146,54 @@ def prepare(config: Config, *, name: str, task: Task | None = None) -> Run:
             max_length=prompt_length + task.max_new_tokens,
         )
     )
+    return open_run(c, name=name, model=model, tokenizer=tokenizer, task=task, prompt_length=prompt_length)
+
+
+def open_run(
+    config: Common,
+    *,
+    name: str,
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    prompt_length: int,
+    evaluation_batch: int = EVALUATION_BATCH,
+    driven: bool = False,
+) -> Run:
+    """Checks the options that all runs share, and opens the folder: of a model and a task of one's own.
+
+    Args:
+      config: the options.
+      name: of the experiment.
+      model: what is trained.
+      tokenizer: its own.
+      task: what it is asked.
+      prompt_length: room for a prompt, in tokens.
+      evaluation_batch: held-out problems at a time.
+      driven: sample by `generate`.
+
+    Raises:
+      ValueError: naming the option that is wrong, its value and the remedy.
+    """
+    c = config
+    if c.smoke:  # most of a short run would be compilation
+        jax.config.update("jax_disable_most_optimizations", True)
+    c = c if c.run_dir else dataclasses.replace(c, run_dir=Path("runs") / name)
+    mesh = sharding.make_mesh(c.mesh)
+    _check_sizes(c, sharding.row_shards(mesh), evaluation_batch)
+    held_out = task.held_out(c.held_out)
+    encode_prompts(tokenizer, task.render(held_out), length=prompt_length)  # do they fit?
     sharding.shardings(mesh, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
     run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
-    return Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length)
+    return Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length, evaluation_batch, driven)
 
 
-def _check_sizes(c: Config, shards: int) -> None:
+def _check_sizes(c: Common, shards: int, evaluation_batch: int) -> None:
     """Raises ValueError where the sizes do not divide each other."""
     positive = ("batch_size", "group_size", "minibatches", "num_microbatches", "epochs", "held_out", "rl_steps")
     for name in (*positive, "evaluate_every"):
         if getattr(c, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(c, name)}: must be at least 1")
-    if c.spare < 0:
-        raise ValueError(f"--spare={c.spare}: must be at least 0")
     if c.temperature <= 0:
         raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples of a prompt are the same")
     if c.batch_size % c.group_size:
@@ -166,9 +201,10 @@ def _check_sizes(c: Config, shards: int) -> None:
     parts = {
         "--batch-size / --group-size prompts": c.batch_size // c.group_size,
         "--batch-size / --minibatches / --num-microbatches rows": c.batch_size / c.minibatches / c.num_microbatches,
-        "--warmup-batch-size rows": c.warmup_batch_size,
-        "evaluation rows": EVALUATION_BATCH,
+        "evaluation rows": evaluation_batch,
     }
+    if isinstance(c, Config):
+        parts["--warmup-batch-size rows"] = c.warmup_batch_size
     for name, size in parts.items():
         if size % shards:
             raise ValueError(f"{size:g} {name} cannot be spread over data*fsdp={shards} of --mesh={c.mesh}: change one")

@@ -11,10 +11,10 @@ import optax
 from jaxpg import algorithms, loop, sharding, train_state
 from jaxpg.data import decode_completions, encode_prompts
 from jaxpg.dynamic_sampling import TOLD
-from jaxpg.ladder.config import Config, Run
+from jaxpg.ladder.config import Common, Run
 from jaxpg.ladder.policies import actor
 from jaxpg.objective import Policy
-from jaxpg.sampling import sample
+from jaxpg.sampling import generate, sample
 from jaxpg.train_state import Trainable
 from jaxpg.types import Experience
 from jaxpg.update import adamw, make_update
@@ -22,15 +22,16 @@ from jaxpg.update import adamw, make_update
 DEMONSTRATIONS, PROMPTS, VALIDATION = range(3)
 
 
-def stream(c: Config, purpose: int) -> int:
+def stream(c: Common, purpose: int) -> int:
     """Numbers the problem streams: demonstrations, prompts for RL and validation differ for each seed."""
     return 3 * c.seed + purpose
 
 
 def encode(run: Run, problems):
     """Tokenizes problems and spreads them over the mesh."""
-    texts = [problem.prompt for problem in problems]
-    return sharding.put_rows(run.mesh, encode_prompts(run.tokenizer, texts, length=run.prompt_length))
+    return sharding.put_rows(
+        run.mesh, encode_prompts(run.tokenizer, run.task.render(problems), length=run.prompt_length)
+    )
 
 
 def prompts(run: Run) -> Callable[[int], loop.Prompts]:
@@ -46,13 +47,13 @@ def prompts(run: Run) -> Callable[[int], loop.Prompts]:
 
 
 def sampler(run: Run, *, samples_per_prompt: int | None = None, temperature: float | None = None, **options):
-    """The compiled sampler (params, tokens, mask, key) -> Rollout; default `group_size` samples, as in training.
+    """The sampler (params, tokens, mask, key) -> Rollout; default `group_size` samples, as in training.
 
     **options go to `sampling.sample`.
     """
     c = run.config
     draw = partial(
-        sample,
+        generate if run.driven else sample,
         model=run.model,
         max_new_tokens=run.max_new_tokens,
         stop_tokens=(run.tokenizer.eos_token_id,),
@@ -60,7 +61,7 @@ def sampler(run: Run, *, samples_per_prompt: int | None = None, temperature: flo
         temperature=c.temperature if temperature is None else temperature,
         **options,
     )
-    return jax.jit(draw, out_shardings=sharding.rows(run.mesh))
+    return draw if run.driven else jax.jit(draw, out_shardings=sharding.rows(run.mesh))
 
 
 def scorer(run: Run) -> Callable[..., loop.Scores]:
@@ -101,7 +102,7 @@ def to_batch(run: Run, algorithm: algorithms.Algorithm):
     return jax.jit(partial(algorithms.to_batch, algorithm), out_shardings=sharding.rows(run.mesh))
 
 
-def schedule(c: Config, learning_rate: float) -> optax.Schedule:
+def schedule(c: Common, learning_rate: float) -> optax.Schedule:
     """A short rise and a cosine down to a twentieth, over all updates of the phase."""
     updates = c.rl_steps * c.epochs * c.minibatches
     return optax.warmup_cosine_decay_schedule(

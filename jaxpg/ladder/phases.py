@@ -26,7 +26,7 @@ def make_greedy(run: Run) -> Callable:
         def generate(part):
             return decode_completions(run.tokenizer, draw(params, *encode(run, part), key))
 
-        return evaluate.complete(generate, problems, batch=EVALUATION_BATCH)
+        return evaluate.complete(generate, problems, batch=run.evaluation_batch)
 
     return greedy
 

@@ -14,7 +14,7 @@ def conclude(session: Session, before: list[str], after: list[str], *, seconds: 
     warmup, rl, checks, evaluations = (
         [row for row in rows if row["phase"] == phase] for phase in ("warmup", "rl", "warmup_check", "evaluation")
     )
-    by_phase = {"warm-up": sum(row["seconds_update"] for row in warmup)}
+    by_phase = {"warm-up": sum(row["seconds_update"] for row in warmup)} if warmup else {}
     by_phase |= {f"RL, {name}": sum(row[f"seconds_{name}"] for row in rl) for name in ("sample", "score", "update")}
     found = {
         "name": run.name,
@@ -29,13 +29,13 @@ def conclude(session: Session, before: list[str], after: list[str], *, seconds: 
         "rl_steps": len(rl),
     }
     run_folder.write_json(c.run_dir / "summary.json", found)
-    curves = {
-        "warm-up": {"accuracy, training problems": columns(checks, "accuracy")},
-        "rewards only": {"reward": columns(rl, "reward"), "accuracy, held out": columns(evaluations, "accuracy")},
+    curves = {"warm-up": {"accuracy, training problems": columns(checks, "accuracy")}} if checks else {}
+    curves |= {
+        "rewards only": {"reward": columns(rl, "reward"), "accuracy, held out": columns(evaluations, "accuracy")}
     }
     report.draw_curves(c.run_dir / "curves.png", curves, title=f"{run.name}, seed {c.seed}")
 
-    figures = [("held-out accuracy after the warm-up", f"{found['accuracy_before']:.3f}")]
+    figures = [("held-out accuracy before RL", f"{found['accuracy_before']:.3f}")]
     figures += [("held-out accuracy after RL", f"{found['accuracy_after']:.3f}")]
     figures += [(f"seconds, {name}", f"{value:.1f}") for name, value in by_phase.items()]
     figures += [("seconds, this process in all", f"{found['seconds']:.1f}")]
@@ -43,11 +43,16 @@ def conclude(session: Session, before: list[str], after: list[str], *, seconds: 
     console.print(report.table(f"{run.name}, seed {c.seed}", ("", "value"), figures))
     changed = [i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
     shown = (changed + [i for i in range(len(before)) if i not in set(changed)])[:8]
-    lines = [(run.held_out[i].prompt, before[i], after[i], run.held_out[i].answer) for i in shown]
+    lines = [(shorten(run.held_out[i].prompt), before[i], after[i], run.held_out[i].answer) for i in shown]
     console.print(report.table("Held-out problems", ("prompt", "before", "after", "answer"), lines))
     for sentence in report.in_words(rl):
         console.print(f"• {sentence}")
     console.print(f"More in {c.run_dir}: curves.png, metrics.jsonl, summary.json. Another run: --run-dir elsewhere.")
+
+
+def shorten(text: str, most: int = 300) -> str:
+    """The end of a long text."""
+    return text if len(text) <= most else "…" + text[-most:]
 
 
 def columns(rows: list[dict], name: str) -> tuple[list, list]:
