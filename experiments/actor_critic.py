@@ -24,9 +24,9 @@ class Config(ladder.Config):
 
     group_size: int = 1
     minibatches: int = 1
-    n: int = 2  # rewards before the critic's guess, in tokens
-    critic_learning_rate: float = 1e-3
-    critic_updates: int = 3  # a rollout
+    n: int = 3  # rewards before the critic's guess, in tokens
+    critic_learning_rate: float = 2e-3
+    critic_updates: int = 4  # a rollout
     proximal_coef: float = 1e-3  # of |φ - φ_i|²
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import jax
 
-from jaxpg import algorithms, cli, ladder, logprobs, loop
+from jaxpg import algorithms, cli, ladder, logprobs, loop, sharding
 from jaxpg.models import Model, hf, lora
 from jaxpg.sampling import prepare as lay_out
 from jaxpg.tasks import catalog, chat
@@ -61,7 +61,7 @@ def prepare(config: Config):
     if c.lora_rank < 0 or c.max_new_tokens < 1:
         raise ValueError(f"--lora-rank={c.lora_rank}: must be at least 0; --max-new-tokens={c.max_new_tokens}: 1")
     questions = catalog.by_name(c.task, level=c.level, source=c.data)
-    model_config, params, tokenizer = hf.load(c.model, remat=c.remat)
+    model_config, params, tokenizer = hf.load(c.model, mesh=sharding.make_mesh(c.mesh), remat=c.remat)
     task = ladder.Task(
         problems=questions.problems,
         held_out=questions.held_out,
@@ -100,6 +100,7 @@ def train(prepared) -> None:
     if c.lora_rank:
         adapters = lora.init(jax.random.key(c.seed), model.config, rank=c.lora_rank)
         params, trainable = lora.attach(params, adapters), lora.is_adapter
+        params = jax.device_put(params, sharding.shardings(run.mesh, params))
     with ladder.session(run) as session:
         state, update = ladder.start(run, algorithm, params, policy=policy, trainable=trainable)
         del params  # the state has copies

@@ -25,7 +25,7 @@ class Config(ladder.Config):
     group_size: int = 1
     minibatches: int = 1
     rl_steps: int = 150
-    max_kl: float = 0.003  # δ, nats a token
+    max_kl: float = 0.01  # δ, nats a token
     cg_iterations: int = 10
     damping: float = 1e-3
     lambda_: float = 1.0  # of GAE

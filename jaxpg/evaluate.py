@@ -1,5 +1,6 @@
-"""How good a policy is: accuracy of completions, and pass@k."""
+"""How good a policy is: accuracy of completions, pass@k, majority@k, by difficulty."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -54,3 +55,30 @@ def pass_at_k(num_samples: np.ndarray, num_correct: np.ndarray, *, k: int) -> np
     i = np.arange(k)
     fail = (n[..., None] - c[..., None] - i) / (n[..., None] - i)
     return 1.0 - np.prod(np.clip(fail, 0.0, 1.0), axis=-1)
+
+
+def majority_at_k(answers: Sequence[Sequence[object]], correct: Sequence[Sequence[bool]]) -> np.ndarray:
+    """Says of each problem how often its most frequent answer is right (self-consistency; Wang 2023).
+
+    Answers tied for the most votes count in equal parts; None, no answer, has no vote.
+
+    Args:
+      answers: [P][k], anything hashable.
+      correct: [P][k], whether each is right; equal answers are equally right.
+
+    Returns:
+      [P] float64; 0 for a problem without any answer.
+    """
+    shares = []
+    for votes, right in zip(answers, correct, strict=True):
+        counts = Counter(vote for vote in votes if vote is not None)
+        is_right = dict(zip(votes, right, strict=True))
+        winners = [vote for vote, count in counts.items() if count == max(counts.values())]
+        shares.append(np.mean([bool(is_right[vote]) for vote in winners]) if winners else 0.0)
+    return np.asarray(shares, np.float64)
+
+
+def by_group(values: Sequence[float], groups: Sequence[object]) -> dict[object, float]:
+    """Averages values by group, e.g. accuracy by the problems' level, in the groups' order."""
+    values, names = np.asarray(values, np.float64), list(groups)
+    return {group: float(values[[name == group for name in names]].mean()) for group in sorted(set(names), key=str)}

@@ -1,7 +1,7 @@
 """Tasks by name, as questions for a model that speaks: what the command line of an experiment chooses from."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ class Questions(NamedTuple):
     held_out: Callable[[int], Sequence[Any]]  # count -> problems that are never trained on
     ask: Callable[[Any], str]
     score: Callable[[Any, str], float]
+    vote: Callable[[str], Hashable | None] = str.strip  # a reply -> its answer; equal ones are one in majority@k
 
 
 def by_name(name: str, *, level: int = 1, source: str | os.PathLike | None = None) -> Questions:
@@ -37,6 +38,7 @@ def by_name(name: str, *, level: int = 1, source: str | os.PathLike | None = Non
             held_out=partial(arithmetic.held_out_set, level=level),
             ask=lambda problem: f"What is {problem.prompt[:-1]}? Answer with just the number.",
             score=_last_number,
+            vote=lambda reply: _value(numbers.last(reply)),
         )
     if name == "countdown":
         return Questions(
@@ -79,4 +81,14 @@ def _gsm8k(source: str | os.PathLike | None) -> Questions:
             raise ValueError(f"count={count}: the test set has {len(test)} problems")
         return test[:count]
 
-    return Questions(problems, held_out, lambda problem: f"{problem.prompt}\n{gsm8k.INSTRUCTION}", gsm8k.score)
+    return Questions(
+        problems,
+        held_out,
+        ask=lambda problem: f"{problem.prompt}\n{gsm8k.INSTRUCTION}",
+        score=gsm8k.score,
+        vote=lambda reply: _value(numbers.answer(reply)),
+    )
+
+
+def _value(quantity: numbers.Quantity | None):
+    return None if quantity is None else quantity.value
