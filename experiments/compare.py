@@ -8,8 +8,8 @@ seed start from the same warm-up, that of the first. The problems are of three d
 longer than any right answer, so that two biases of GRPO can be seen: `length.png` has the length of better and worse
 completions, `difficulty.png` the reward by difficulty.
 
-Expect, in `curves.png`, rungs with a baseline of samples ahead of REINFORCE, and those with a critic behind at first. A
-budget counts every completion that was drawn, those that DAPO throws away too.
+A budget counts every completion that was drawn, those that DAPO throws away too: its curve ends where the budget does.
+Groups cost prompts: with as many samples, a rung with groups of eight sees an eighth of the prompts of one without.
 """
 
 import dataclasses

@@ -8,8 +8,10 @@ higher, so that unlikely tokens may become likely. Tokens are averaged over the 
 the budget are punished a little.
 
 Differs from the paper: groups stay in the batch once the bound is reached, which keeps its shape, hence its compiled
-program. The log has `sampled_groups`, the groups drawn for one that was kept.
-Expect held-out accuracy to rise from about 0.43 to above 0.9 in fewer steps than GRPO's, each of which draws more.
+program.
+In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.377 with four
+times the samples at most.
+The log has `sampled_groups`, how often the batch was drawn.
 """
 
 import dataclasses

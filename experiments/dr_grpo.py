@@ -7,7 +7,7 @@ divides by a constant, the budget of tokens, in place of each completion's lengt
 the same, a long wrong answer is not spared, and the difficulty of a prompt does not change its weight.
 
 On policy the gradient is that of RLOO up to a constant. Constants matter to clipping, not to Adam.
-Expect held-out accuracy to rise from about 0.43 to above 0.9.
+In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.289.
 """
 
 import dataclasses

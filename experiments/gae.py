@@ -7,7 +7,7 @@ return less V: no bias, and the variance of REINFORCE with a baseline. One criti
 nothing but λ differs between the runs, which share their warm-up.
 
 Differs from the paper: the critic takes one gradient step a rollout in place of a trust-region fit.
-Expect λ near 1 to win here: answers have few tokens and the reward comes last, so bootstrapping has little to offer
+λ near 1 should win here: answers have few tokens and the reward comes last, so bootstrapping has little to offer
 and an untrained critic to spoil. A table and curves of all λ stand at the end, in runs/gae.
 """
 

@@ -9,7 +9,7 @@ KL to the model after the warm-up into the loss (k3), as the paper does.
 Differs from the paper: no KL by default, rewards of a rule in place of a reward model's. Both normalisers bias the
 gradient, towards short right answers and towards prompts that are nearly always or nearly never solved: see
 `dr_grpo.py` and `experiments/estimator_lab.py`.
-Expect held-out accuracy to rise from about 0.43 to above 0.9.
+In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.320.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ mean of the token ratios. The clip is then far tighter than PPO's, since average
 or leaves in the completion as a whole.
 
 Differs from the paper: a dense model; they found it to matter most with mixtures of experts.
-Expect held-out accuracy to rise from about 0.43 to above 0.9.
+In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.340.
 """
 
 import dataclasses

@@ -7,8 +7,8 @@ Schulman et al. 2017, equations 7 and 9. The advantage is GAE, whitened over the
 share of clipped tokens and `kl_old`, an estimate of how far the policy went.
 
 Differs from the paper: actor and critic share no weights, and start from the same trunk.
-Expect held-out accuracy to rise from about 0.43 to above 0.9. Without a critic: `experiments/quickstart.py
---algorithm ppo_clip`.
+In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.436.
+Without a critic: `experiments/quickstart.py --algorithm ppo_clip`.
 """
 
 import dataclasses
