@@ -119,7 +119,7 @@ def test_a_call_that_hangs_dies_or_raises_costs_its_own_result_alone(pool, text,
     results = pool.map([(1, "a"), (1, text), (1, "abc")])
     assert results[0] == 2.0 and results[2] == 4.0
     assert type(results[1]) is error and message in str(results[1])
-    assert time.perf_counter() - started < 6.0
+    assert time.perf_counter() - started < 30, "the call that hangs would never end"
     assert pool.map([(1, "a")] * 3) == [2.0] * 3
 
 
@@ -129,7 +129,7 @@ def test_the_time_limit_holds_off_the_main_thread(pool):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert [str(x) for x in results] == ["call took longer than 1.0 seconds", "2.0"] * 2
 
 
@@ -150,7 +150,7 @@ def test_processes_end_with_their_caller_even_if_it_is_killed(text):
         "pool = Workers(s.process, count=1, timeout=1.0); print(int(pool.map([(0, '')])[0]), flush=True)\n"
         f"threading.Timer(0.2, os.kill, (os.getpid(), 9)).start(); pool.map([(0, {text!r})]); threading.Event().wait()"
     )
-    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=30)
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
     assert alive(run.stdout) or not text, "it still hangs, so that the next lines say something"
     deadline = time.monotonic() + 10
     while alive(run.stdout) and time.monotonic() < deadline:
@@ -169,7 +169,7 @@ def test_functions_that_no_other_process_can_find_are_refused():
     with pytest.raises(ValueError, match="count=0"):
         Workers(scorers.process, count=0)
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom jaxpg.tasks.workers import Workers\ndef f(): pass\nWorkers(f)"
-    run = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=30)
+    run = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=120)
     assert "is of the main script" in run.stderr
 
 
@@ -187,12 +187,12 @@ def test_an_isolated_scorer_is_retried_and_counted(tmp_path):
 
 
 def test_late_calls_are_not_tried_again_and_never_a_zero():
-    isolated = scoring.Isolated(scorers.slow_if_told, count=1, timeout=0.5)
+    isolated = scoring.Isolated(scorers.slow_if_told, count=1, timeout=2.0)
     score = scoring.combine({"slow": (isolated, 1.0)}, retries=3, raise_failures=False)
     score([1], ["a"])
     started = time.perf_counter()
     scored = score([1], ["hang"])
-    assert time.perf_counter() - started < 1.4
+    assert time.perf_counter() - started < 4.0, "a second attempt would take that long"
     assert not scored.valid[0, 0] and scored.failures.tolist() == [1]
     isolated.close()
 
@@ -221,6 +221,7 @@ def test_the_scored_batch_is_what_the_loop_and_gdpo_read():
     from jaxpg.loop import Scores
     from jaxpg.types import Experience
 
-    assert set(Scores._fields) <= set(scoring.Scored._fields)
+    needed = set(Scores._fields) - set(Scores._field_defaults)
+    assert needed == {"rewards", "valid"} and needed <= set(scoring.Scored._fields)
     fields = {field.name for field in dataclasses.fields(Experience)}
     assert {"rewards", "valid", "scores", "scores_valid"} <= fields & set(scoring.Scored._fields)
