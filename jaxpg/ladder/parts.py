@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpg import algorithms, loop, sharding, train_state
+from jaxpg import algorithms, evaluate, loop, sharding, train_state
 from jaxpg.data import decode_completions, encode_prompts
 from jaxpg.dynamic_sampling import TOLD
 from jaxpg.ladder.config import Common, Run
@@ -62,6 +62,19 @@ def sampler(run: Run, *, samples_per_prompt: int | None = None, temperature: flo
         **options,
     )
     return draw if run.driven else jax.jit(draw, out_shardings=sharding.rows(run.mesh))
+
+
+def make_greedy(run: Run) -> Callable:
+    """Builds (params, problems) -> the most likely completion of each, as text."""
+    draw, key = sampler(run, samples_per_prompt=1, temperature=0.0), jax.random.key(0)  # nothing is drawn
+
+    def greedy(params, problems) -> list[str]:
+        def generate(part):
+            return decode_completions(run.tokenizer, draw(params, *encode(run, part), key))
+
+        return evaluate.complete(generate, problems, batch=run.evaluation_batch)
+
+    return greedy
 
 
 def scorer(run: Run) -> Callable[..., loop.Scores]:

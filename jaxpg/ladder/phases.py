@@ -8,27 +8,14 @@ import jax
 
 from jaxpg import algorithms, evaluate, loop, run_folder, sharding, train_state
 from jaxpg.checkpoint import Checkpointer
-from jaxpg.data import decode_completions, encode_demonstrations
+from jaxpg.data import encode_demonstrations
 from jaxpg.ladder import summary
 from jaxpg.ladder.config import EVALUATION_BATCH, Run
-from jaxpg.ladder.parts import DEMONSTRATIONS, VALIDATION, encode, sampler, start, stream
+from jaxpg.ladder.parts import DEMONSTRATIONS, VALIDATION, start, stream
 from jaxpg.ladder.policies import actor
 from jaxpg.ladder.session import Session
 
 CHECK_EVERY = 5  # steps of the warm-up between two looks at its accuracy
-
-
-def make_greedy(run: Run) -> Callable:
-    """Builds (params, problems) -> the most likely completion of each, as text."""
-    draw, key = sampler(run, samples_per_prompt=1, temperature=0.0), jax.random.key(0)  # nothing is drawn
-
-    def greedy(params, problems) -> list[str]:
-        def generate(part):
-            return decode_completions(run.tokenizer, draw(params, *encode(run, part), key))
-
-        return evaluate.complete(generate, problems, batch=run.evaluation_batch)
-
-    return greedy
 
 
 def accuracy(run: Run, problems, texts) -> float:
@@ -53,7 +40,7 @@ def warm_up(session: Session) -> dict:
     )
     if c.warm_start is not None:
         return _taken_over(run, state)
-    journal, greedy = session.journal("warmup"), make_greedy(run)
+    journal, greedy = session.journal("warmup"), session.greedy
     length = run.prompt_length + run.max_new_tokens
     validation = run.task.problems(stream(c, VALIDATION), 0, 2 * EVALUATION_BATCH)
 
@@ -119,7 +106,7 @@ def fit(
       acting: the parameters that sample among the state's, for an actor with a critic.
     """
     run, c = session.run, session.run.config
-    journal, greedy = session.journal("rl"), make_greedy(run)
+    journal, greedy = session.journal("rl"), session.greedy
     before = greedy(acting(state.params), run.held_out)
     if journal.checkpointer.latest is None:  # else the row stands in the file already
         found = accuracy(run, run.held_out, before)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.progress import Progress
 from jaxpg import loop, metrics, report
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.ladder.config import Run
+from jaxpg.ladder.parts import make_greedy
 
 PHASES = ("warmup", "rl")
 
@@ -42,6 +43,7 @@ class Session:
     writer: metrics.JsonlWriter
     saves: dict[str, Checkpointer]  # of each phase
     stop: StopAfter
+    greedy: Callable  # (params, problems) -> texts; one for all phases, so that it compiles once
     started: float
 
     @property
@@ -65,7 +67,9 @@ def session(run: Run) -> Iterator[Session]:
     writer = metrics.JsonlWriter(c.run_dir / "metrics.jsonl", offset=newest["metrics_bytes"])
     try:
         with jax.set_mesh(run.mesh), report.progress(console) as progress:
-            yield Session(run, console, progress, writer, saves, StopAfter(c.stop_after), time.perf_counter())
+            yield Session(
+                run, console, progress, writer, saves, StopAfter(c.stop_after), make_greedy(run), time.perf_counter()
+            )
     except Stopped as stopped:
         console.print(f"Stopped after {stopped} steps of this session, --resume goes on.")
     finally:
