@@ -15,6 +15,8 @@ Each step costs about ten times one of PPO.
 
 import dataclasses
 
+import optax
+
 from jaxpg import algorithms, cli, ladder, loop, trust_region
 from jaxpg.update import adamw
 
@@ -55,7 +57,7 @@ def train(run: ladder.Run) -> None:
     algorithm = dataclasses.replace(algorithms.trpo(lambda_=c.lambda_), targets=targets)
     with ladder.session(run) as session:
         params = ladder.with_critic(run.model, ladder.warm_up(session), session.key)
-        optimizers = {"actor": ladder.no_optimizer(), "critic": adamw(c.critic_learning_rate, b2=0.99)}
+        optimizers = {"actor": optax.identity(), "critic": adamw(c.critic_learning_rate, b2=0.99)}
         actor_update = trust_region.make_update(
             lambda params, batch: run.model.logits(params, batch.tokens, batch.token_mask), **trust_region_options(c)
         )

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpg import checks
 from jaxpg import metrics as metrics_lib
 from jaxpg.checkpoint import Checkpointer
-from jaxpg.dynamic_sampling import Drawn, fill
+from jaxpg.dynamic_sampling import Drawn, fill, has_signal
 from jaxpg.metrics import JsonlWriter
 from jaxpg.train_state import TrainState
 from jaxpg.types import Array, Batch, Experience, Rollout, StopReason
@@ -201,7 +201,7 @@ def describe(problems: Sequence[Any], rollout: Rollout, scores: Scores) -> Row:
         "reward": _mean(rewards),
         "reward_std": float(np.ma.filled(rewards.std(), 0.0)),
         "scored": float(np.mean(scores.valid)),
-        "zero_variance_groups": float(np.mean(np.ma.filled(np.ma.ptp(rewards, axis=-1), 0.0) == 0)),
+        "zero_variance_groups": float(np.mean(~has_signal(scores))),
         "completion_length": float(lengths.mean()),
         "completion_length_max": float(lengths.max()),
         "completion_length_better": _mean(np.ma.masked_array(lengths, ~better)),  # of rewards above the mean

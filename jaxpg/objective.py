@@ -82,6 +82,12 @@ def clear(batch: Batch) -> Batch:
     return dataclasses.replace(batch, **cleared)
 
 
+def log_prob_gap(log_probs: Array, batch: Batch) -> Array:
+    """|log π − log π_sampler| of each token [B, T]: in the first update of a rollout, sampler against trainer."""
+    sampled = batch.log_probs if batch.sampler_log_probs is None else batch.sampler_log_probs
+    return jnp.abs(log_probs - checks.as_float(sampled))
+
+
 def make_loss_fn(algorithm: Algorithm, policy: Policy):
     """Builds the loss function of `update.make_update` from an algorithm and a policy.
 
@@ -119,8 +125,7 @@ def make_loss_fn(algorithm: Algorithm, policy: Policy):
             loss += aux["value_loss"]
         if batch.log_probs is not None:
             aux["kl_old"] = kl.k3(batch.log_probs, log_probs)
-            sampled = batch.log_probs if batch.sampler_log_probs is None else batch.sampler_log_probs
-            aux["log_prob_gap"] = jnp.abs(log_probs - sampled)
+            aux["log_prob_gap"] = log_prob_gap(log_probs, batch)
         mean = partial(aggregate.token_mean, mask=batch.action_mask)
         metrics = {name: mean(jax.lax.stop_gradient(checks.as_float(x))) for name, x in aux.items()}
         return algorithm.aggregate(loss, batch.action_mask), metrics

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from jaxpg import aggregate as aggregate_lib
 from jaxpg import checks, kl, logprobs, losses, masked
+from jaxpg.objective import log_prob_gap
 from jaxpg.train_state import TrainState
 from jaxpg.types import Array, Batch, Weighted
 from jaxpg.update import Metrics, gradient_sum
@@ -265,17 +266,13 @@ def _whole_batch(logits_fn: LogitsFn, temperature, aggregate: Callable, damping,
 
     def surrogate(logits, batch):
         log_probs = logprobs.token_log_probs(logits, batch.tokens, temperature=temperature)
-        return losses.surrogate(log_probs, batch.log_probs, batch.advantages)[0]
+        return losses.surrogate(log_probs, batch.log_probs, batch.advantages)[0], log_probs
 
     def loss_part(params, batch):
-        logits = logits_of(params, batch)
-        loss = aggregate(surrogate(logits, batch), batch.action_mask)
-        return loss.total, (loss, gap_part(jax.lax.stop_gradient(logits), batch))
-
-    def gap_part(logits, batch):
-        log_probs = logprobs.token_log_probs(logits, batch.tokens, temperature=temperature)
-        sampled = batch.log_probs if batch.sampler_log_probs is None else batch.sampler_log_probs
-        return aggregate_lib.token_mean(jnp.abs(log_probs - checks.as_float(sampled)), batch.action_mask)
+        values, log_probs = surrogate(logits_of(params, batch), batch)
+        loss = aggregate(values, batch.action_mask)
+        gap = log_prob_gap(jax.lax.stop_gradient(log_probs), batch)
+        return loss.total, (loss, aggregate_lib.token_mean(gap, batch.action_mask))
 
     def kl_part(params, batch, old_logits):
         divergence = token_kl(old_logits, logits_of(params, batch), temperature=temperature)
@@ -285,7 +282,7 @@ def _whole_batch(logits_fn: LogitsFn, temperature, aggregate: Callable, damping,
         batch, old_logits = old
         logits = logits_of(params, batch)
         # Subtracted token by token: the gain of a short step would drown in the rounding of two large sums.
-        loss = aggregate(surrogate(logits, batch) - surrogate(old_logits, batch), batch.action_mask)
+        loss = aggregate(surrogate(logits, batch)[0] - surrogate(old_logits, batch)[0], batch.action_mask)
         divergence = token_kl(old_logits, logits, temperature=temperature)
         return loss, aggregate_lib.token_mean(divergence, batch.action_mask)
 

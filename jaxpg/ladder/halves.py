@@ -14,11 +14,6 @@ from jaxpg.train_state import TrainState
 from jaxpg.update import make_update
 
 
-def no_optimizer() -> optax.GradientTransformation:
-    """For a half whose update takes its own steps: keeps nothing."""
-    return optax.identity()
-
-
 def start_halves(run: Run, params: dict, update, *, optimizers: dict[str, optax.GradientTransformation]):
     """Builds the sharded first state, from a copy of the parameters, and compiles an update of `update_halves`.
 
@@ -26,7 +21,7 @@ def start_halves(run: Run, params: dict, update, *, optimizers: dict[str, optax.
       run: its mesh and key.
       params: {"actor": ..., "critic": ...}, of `with_critic`.
       update: (state, batch) -> (state, metrics).
-      optimizers: of each half, as its own update was given.
+      optimizers: of each half, as its own update was given; `optax.identity()` for TRPO, which needs none.
     """
 
     def init(params):

@@ -73,17 +73,14 @@ def _gsm8k(source: str | os.PathLike | None) -> Questions:
     train = gsm8k.load(folder / "train.jsonl") if folder else gsm8k.load()
     test = gsm8k.load(folder / "test.jsonl") if folder else gsm8k.load(split="test")
 
-    def problems(seed: int, start: int, count: int):  # a pure function of (seed, index), with repeats
-        return [train[draws.number(f"gsm8k/{seed}/{start + i}") % len(train)] for i in range(count)]
-
     def held_out(count: int):
         if count > len(test):
             raise ValueError(f"count={count}: the test set has {len(test)} problems")
         return test[:count]
 
     return Questions(
-        problems,
-        held_out,
+        problems=partial(draws.pick, train),
+        held_out=held_out,
         ask=lambda problem: f"{problem.prompt}\n{gsm8k.INSTRUCTION}",
         score=gsm8k.score,
         vote=lambda reply: _value(numbers.answer(reply)),
