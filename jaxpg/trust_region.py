@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpg import aggregate as aggregate_lib
-from jaxpg import checks, kl, logprobs, losses, masked
+from jaxpg import checks, kl, logprobs, losses, masked, vectors
 from jaxpg.objective import log_prob_gap
 from jaxpg.train_state import TrainState
 from jaxpg.types import Array, Batch, Weighted
@@ -182,7 +182,7 @@ def conjugate_gradient(matvec: Callable, b, *, iterations: int = 10, tolerance: 
     """
     _check_counts(1, iterations=iterations)
     _check_numbers(True, tolerance=tolerance)
-    squared = _dot(b, b)
+    squared = vectors.dot(b, b)
     enough = tolerance**2 * squared
 
     def going(carry):
@@ -192,15 +192,15 @@ def conjugate_gradient(matvec: Callable, b, *, iterations: int = 10, tolerance: 
     def body(carry):
         x, residual, direction, past, squared, count = carry
         product = matvec(direction)
-        curvature = _dot(direction, product)
+        curvature = vectors.dot(direction, product)
         usable = (curvature > 0) & jnp.isfinite(curvature)
         length = jnp.where(usable, squared / jnp.where(usable, curvature, 1.0), 0.0)
-        x = _add_scaled(x, length, direction)
+        x = vectors.add_scaled(x, length, direction)
         past = jax.tree.map(lambda q, r: q.at[count].set((r / jnp.sqrt(squared)).astype(q.dtype)), past, residual)
-        smaller = _orthogonal(_add_scaled(residual, -length, product), past)
+        smaller = vectors.orthogonal(vectors.add_scaled(residual, -length, product), past)
         residual = jax.tree.map(lambda new, old: jnp.where(usable, new, old), smaller, residual)
-        after = jnp.where(usable, _dot(residual, residual), 0.0)  # 0 ends the loop
-        return x, residual, _add_scaled(residual, after / squared, direction), past, after, count + 1
+        after = jnp.where(usable, vectors.dot(residual, residual), 0.0)  # 0 ends the loop
+        return x, residual, vectors.add_scaled(residual, after / squared, direction), past, after, count + 1
 
     zeros = jax.tree.map(jnp.zeros_like, b)
     past = jax.tree.map(lambda x: jnp.zeros((iterations, *x.shape), x.dtype), b)
@@ -226,11 +226,11 @@ def line_search(compare: Callable, params, full_step, *, max_kl, backtrack: floa
     Returns:
       Found; its params are exactly `params` where no step was accepted.
     """
-    possible = (_norm(full_step) > 0) & jnp.isfinite(_norm(full_step))
+    possible = (vectors.norm(full_step) > 0) & jnp.isfinite(vectors.norm(full_step))
 
     def at(trial):
         fraction = jnp.float32(backtrack) ** trial
-        return _add_scaled(params, fraction, full_step), fraction
+        return vectors.add_scaled(params, fraction, full_step), fraction
 
     def going(carry):
         accepted, trials, *_ = carry
@@ -295,7 +295,7 @@ def _whole_batch(logits_fn: LogitsFn, temperature, aggregate: Callable, damping,
             return fisher_vector_product(lambda p: kl_part(p, *part), params, v)
 
         total, actions = add_up(product, vector, old), masked.count(old[0].action_mask)
-        return _add_scaled(jax.tree.map(lambda x: masked.safe_divide(x, actions), total), damping, vector)
+        return vectors.add_scaled(jax.tree.map(lambda x: masked.safe_divide(x, actions), total), damping, vector)
 
     def compare(old, params):
         loss, divergence = add_up(compare_part, params, old)
@@ -334,7 +334,7 @@ def _rescale(gradient, loss: Weighted):
     finite = jnp.isfinite(largest) & jnp.isfinite(loss.total)
     divisor = jnp.where(finite & (largest > 0), largest, 1.0)
     unit = jax.tree.map(lambda g: jnp.where(finite, g / divisor, 0.0).astype(g.dtype), gradient)
-    return unit, divisor * _norm(unit), finite
+    return unit, divisor * vectors.norm(unit), finite
 
 
 def _full_step(solution: Solution, gradient, max_kl):
@@ -343,7 +343,7 @@ def _full_step(solution: Solution, gradient, max_kl):
     With F alone, a flat direction could make the step infinitely long; OpenAI Baselines' `trpo_mpi` damps here too.
     """
     # A·s = g − residual, without a further product.
-    curvature = _dot(solution.x, gradient) - _dot(solution.x, solution.residual)
+    curvature = vectors.dot(solution.x, gradient) - vectors.dot(solution.x, solution.residual)
     scale = jnp.where(curvature > 0, jnp.sqrt(2.0 * max_kl / jnp.where(curvature > 0, curvature, 1.0)), 0.0)
     return jax.tree.map(lambda s: (scale * s).astype(s.dtype), solution.x)
 
@@ -357,9 +357,9 @@ def _metrics(loss, gap, gradient_norm, finite, solution: Solution, gradient, ful
         "accepted": found.accepted,
         "backtracks": jnp.maximum(found.trials - 1, 0),
         "nonfinite": ~finite,
-        "cg_residual": masked.safe_divide(_norm(solution.residual), _norm(gradient)),
+        "cg_residual": masked.safe_divide(vectors.norm(solution.residual), vectors.norm(gradient)),
         "cg_iterations": products,
-        "step_norm": jnp.where(found.accepted, found.fraction * _norm(full_step), 0.0),
+        "step_norm": jnp.where(found.accepted, found.fraction * vectors.norm(full_step), 0.0),
         "grad_norm": gradient_norm,
         "passes_forward": 2 + 2 * products + found.trials,
         "passes_backward": 1 + 2 * products,
@@ -382,25 +382,3 @@ def _check_counts(low: int, **numbers) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < low:
             raise ValueError(f"{name}={value}: must be a whole number, at least {low}")
-
-
-def _dot(a, b) -> Array:
-    """aᵀb of pytrees, multiplied and added in float32. No matrix product, which accelerators may round to bfloat16."""
-    products = jax.tree.map(lambda x, y: jnp.sum(checks.as_float(x) * checks.as_float(y)), a, b)
-    return jax.tree.reduce(jnp.add, products, jnp.float32(0))
-
-
-def _orthogonal(a, basis):
-    """Takes out of a what lies along the orthonormal rows of a basis, pytrees like a with one more axis in front."""
-    along = jax.vmap(_dot, in_axes=(0, None))(basis, a)
-    parts = jax.tree.map(lambda q: jnp.einsum("k,k...->...", along, q, precision="highest"), basis)
-    return _add_scaled(a, -1.0, parts)
-
-
-def _norm(a) -> Array:
-    return jnp.sqrt(_dot(a, a))
-
-
-def _add_scaled(a, scale, b):
-    """a + scale·b of pytrees, in the dtypes of a."""
-    return jax.tree.map(lambda x, y: (x + scale * y).astype(x.dtype), a, b)
