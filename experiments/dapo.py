@@ -9,8 +9,7 @@ the budget are punished a little.
 
 Differs from the paper: groups stay in the batch once the bound is reached, which keeps its shape, hence its compiled
 program.
-In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.377 with four
-times the samples at most.
+In `compare.py` held-out accuracy rose from 0.231 to 0.375 (three seeds, 50,000 samples kept of 109,000 drawn).
 The log has `sampled_groups`, how often the batch was drawn.
 """
 

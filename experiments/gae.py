@@ -12,12 +12,11 @@ and an untrained critic to spoil. A table and curves of all λ stand at the end,
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 from rich.console import Console
 
-from jaxpg import algorithms, cli, ladder, loop, metrics, report
+from jaxpg import algorithms, cli, ladder, loop, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ def prepare(config: Config) -> dict[float, ladder.Run]:
     runs = {}
     for i, lambda_ in enumerate(config.lambdas):
         folder = base / f"lambda_{lambda_:g}"
-        start = config.warm_start if i == 0 else base / f"lambda_{config.lambdas[0]:g}"
+        start = config.warm_start or (None if i == 0 else base / f"lambda_{config.lambdas[0]:g}")
         c = dataclasses.replace(config, run_dir=folder, warm_start=start, lambdas=(lambda_,))
         runs[lambda_] = ladder.prepare(c, name=f"gae, λ = {lambda_:g}")
     return runs
@@ -49,20 +48,15 @@ def prepare(config: Config) -> dict[float, ladder.Run]:
 
 def train(runs: dict[float, ladder.Run]) -> None:
     """Trains each, then compares them."""
-    for lambda_, run in runs.items():
-        train_one(run, lambda_)
+    with ladder.shared_programs():
+        for lambda_, run in runs.items():
+            train_one(run, lambda_)
     base = next(iter(runs.values())).config.run_dir.parent
-    found = {x: json.loads((run.config.run_dir / "summary.json").read_text()) for x, run in runs.items()}
-    rows = [(f"{x:g}", f"{s['accuracy_before']:.3f}", f"{s['accuracy_after']:.3f}") for x, s in found.items()]
-    Console().print(report.table("GAE", ("λ", "before", "after"), rows))
-    curves = {f"λ = {x:g}": rewards(run.config.run_dir / "metrics.jsonl") for x, run in runs.items()}
+    rows = [(f"{x:g}", *ladder.gains([run.config.run_dir], "accuracy")) for x, run in runs.items()]
+    Console().print(report.table("GAE", ("λ", "before", "after", "gain"), rows))
+    rewards = {x: ladder.columns(ladder.read_rows(run.config.run_dir, "rl"), "reward") for x, run in runs.items()}
+    curves = {f"λ = {x:g}": curve for x, curve in rewards.items()}
     report.draw_curves(base / "curves.png", {"reward": curves}, title="GAE")
-
-
-def rewards(path: Path) -> tuple[list, list]:
-    """The curve of the training reward."""
-    rows = [row for row in metrics.read_jsonl(path) if row["phase"] == "rl"]
-    return [row["step"] for row in rows], [row["reward"] for row in rows]
 
 
 def train_one(run: ladder.Run, lambda_: float) -> None:
@@ -73,16 +67,15 @@ def train_one(run: ladder.Run, lambda_: float) -> None:
         params = ladder.with_critic(run.model, ladder.warm_up(session), session.key)
         policy = ladder.actor_critic(run.model, temperature=c.temperature)
         state, update = ladder.start(run, algorithm, params, policy=policy)
-        sample = ladder.sampler(run)
         step = loop.policy_gradient_step(
             prompts=ladder.prompts(run),
-            sample=lambda params, *rest: sample(params["actor"], *rest),
+            sample=ladder.sampler(run, acting=ladder.acting),
             score=ladder.scorer(run),
             experience=ladder.experience(run, values=ladder.values(run)),
             to_batch=ladder.to_batch(run, algorithm),  # advantage = GAE(λ), targets = advantage + V
             update=update,  # loss of the actor + value_coef · loss of the critic
         )
-        ladder.fit(session, step, state, acting=lambda params: params["actor"])
+        ladder.fit(session, step, state, acting=ladder.acting)
 
 
 if __name__ == "__main__":

@@ -104,10 +104,9 @@ def train(prepared) -> None:
     with ladder.session(run) as session:
         state, update = ladder.start(run, algorithm, params, policy=policy, trainable=trainable)
         del params  # the state has copies
-        sample = ladder.sampler(run)
         step = loop.policy_gradient_step(
             prompts=ladder.prompts(run),
-            sample=lambda params, *rest: sample(lay_out(params), *rest),
+            sample=ladder.sampler(run, acting=lay_out),
             score=ladder.scorer(run),
             experience=ladder.experience(run),
             to_batch=ladder.to_batch(run, algorithm),

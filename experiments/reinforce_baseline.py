@@ -7,8 +7,7 @@ Here b is the mean reward of all other completions of the batch: the completion 
 reward depends on its actions. `exact.moments` shows the bias of the mean with it.
 
 Differs from `reinforce.py`: the baseline. From `rloo.py`: one b for all prompts, easy or hard.
-In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.398 (seed 1:
-0.209 to 0.371).
+In `compare.py` held-out accuracy rose from 0.231 to 0.379 (three seeds, 50,000 samples).
 """
 
 import dataclasses

@@ -8,8 +8,7 @@ The step has no learning rate: δ is in nats of the mean KL of a token. The crit
 
 Differs from the paper: the Fisher products are taken on the whole batch rather than a tenth of it; a critic of its own
 with GAE in place of Monte Carlo returns.
-In `compare.py`, 50,000 samples of three difficulties, seed 0, held-out accuracy rose from 0.275 to 0.355 with δ =
-0.003.
+In `compare.py` held-out accuracy rose from 0.231 to 0.361 (three seeds, 50,000 samples).
 Each step costs about ten times one of PPO.
 """
 
@@ -64,16 +63,15 @@ def train(run: ladder.Run) -> None:
         critic_update = ladder.fit_critic(run, optimizers["critic"], updates=c.critic_updates)
         both = ladder.update_halves(actor_update, critic_update)
         state, update = ladder.start_halves(run, params, both, optimizers=optimizers)
-        sample = ladder.sampler(run)
         step = loop.policy_gradient_step(
             prompts=ladder.prompts(run),
-            sample=lambda params, *rest: sample(params["actor"], *rest),
+            sample=ladder.sampler(run, acting=ladder.acting),
             score=ladder.scorer(run),
             experience=ladder.experience(run, values=ladder.values(run)),
             to_batch=ladder.to_batch(run, algorithm),
             update=update,
         )
-        ladder.fit(session, step, state, acting=lambda params: params["actor"])
+        ladder.fit(session, step, state, acting=ladder.acting)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,15 @@ def fill(draw: Callable[[int], Drawn], *, max_resamples: int) -> tuple[Drawn, in
 
 def has_signal(scores) -> np.ndarray:
     """Says [P] whether the valid rewards of a group differ."""
-    rewards = np.ma.masked_array(scores.rewards, ~np.asarray(scores.valid))
+    rewards = np.ma.masked_array(whole_rewards(scores), ~np.asarray(scores.valid))
     return np.ma.filled(np.ma.ptp(rewards, axis=-1), 0.0) > 0
+
+
+def whole_rewards(scores) -> np.ndarray:
+    """Adds up what each sample earned [P, G]: its outcome's reward and those of its tokens."""
+    rewards = np.asarray(scores.rewards)
+    beside = getattr(scores, "token_rewards", None)
+    return rewards if beside is None else rewards + beside.sum(-1).reshape(rewards.shape)
 
 
 def _replace(old: Drawn, new: Drawn) -> Drawn:

@@ -60,7 +60,8 @@ def reward_to_go(experience: Experience, *, discount: float = 1.0) -> Array:
     """See `returns.reward_to_go`; where the experience carries segments, from a segment's first token on. [B, T]."""
     e, mask, rewards = experience, experience.rollout.action_mask, token_rewards(experience)
     if e.segments is None:
-        return returns.reward_to_go(rewards, mask, discount=discount)
+        return returns.reward_to_go(rewards, mask, discount=discount, ends=e.ends)
+    _one_episode(e)
     # All tokens of an action are credited with all that the action earned: GAE at λ = 1 without a critic.
     return returns.segment_gae(rewards, jnp.zeros_like(rewards), e.segments, mask, discount=discount, lambda_=1.0)
 
@@ -68,7 +69,8 @@ def reward_to_go(experience: Experience, *, discount: float = 1.0) -> Array:
 def n_step(experience: Experience, *, n: int, discount: float) -> Array:
     """See `returns.n_step`; its steps are tokens, segments or not. [B, T]."""
     e, mask, values = experience, experience.rollout.action_mask, checks.require(experience, "values")
-    return returns.n_step(token_rewards(e), values, mask, n=n, discount=discount, bootstrap=e.bootstrap)
+    options = {"discount": discount, "bootstrap": e.bootstrap, "ends": e.ends}
+    return returns.n_step(token_rewards(e), values, mask, n=n, **options)
 
 
 def gae(experience: Experience, *, discount: float, lambda_: float) -> Array:
@@ -76,9 +78,15 @@ def gae(experience: Experience, *, discount: float, lambda_: float) -> Array:
     e, mask, values = experience, experience.rollout.action_mask, checks.require(experience, "values")
     options = {"discount": discount, "lambda_": lambda_, "bootstrap": e.bootstrap}
     if e.segments is None:
-        return returns.gae(token_rewards(e), values, mask, **options)
+        return returns.gae(token_rewards(e), values, mask, **options, ends=e.ends)
+    _one_episode(e)
     # The critic's V is read before each segment's first token, and stands for the whole segment.
     return returns.segment_gae(token_rewards(e), values, e.segments, mask, **options)
+
+
+def _one_episode(experience: Experience) -> None:
+    if experience.ends is not None:
+        raise ValueError("ends and segments are both set: several episodes in a row need segments=None, a token each")
 
 
 def critic_targets(advantages: Array, experience: Experience) -> Array:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpg import checks
 from jaxpg import metrics as metrics_lib
 from jaxpg.checkpoint import Checkpointer
-from jaxpg.dynamic_sampling import Drawn, fill, has_signal
+from jaxpg.dynamic_sampling import Drawn, fill, has_signal, whole_rewards
 from jaxpg.metrics import JsonlWriter
 from jaxpg.train_state import TrainState
 from jaxpg.types import Array, Batch, Experience, Rollout, StopReason
+from jaxpg.update import take_rows
 
 Row = dict[str, float]
 Step = Callable[[TrainState, int], tuple[TrainState, Row]]
@@ -104,7 +104,7 @@ class Scores(NamedTuple):
 
     rewards: np.ndarray  # [P, G] float32
     valid: np.ndarray  # [P, G] bool, False where no scorer applied; its reward is not read
-    token_rewards: np.ndarray | None = None  # [B, T] float32, of single tokens or steps, besides `rewards`
+    token_rewards: np.ndarray | None = None  # [B, T] float32, of tokens or steps, besides `rewards`; 0 off actions
     segments: np.ndarray | None = None  # [B, T] int32, the action each token belongs to
     greedy_rewards: np.ndarray | None = None  # [P] float32, of the greedy completions
 
@@ -145,7 +145,7 @@ def policy_gradient_step(
     checks.at_least("epochs", epochs, 1)
     checks.at_least("minibatches", minibatches, 1)
     checks.at_least("max_resamples", max_resamples, 0)
-    take = jax.jit(_take_rows, static_argnames="count")
+    take = jax.jit(take_rows, static_argnames="count")
 
     def step(state: TrainState, k: int) -> tuple[TrainState, Row]:
         if adapt is not None and k == 0:
@@ -195,8 +195,8 @@ def describe(problems: Sequence[Any], rollout: Rollout, scores: Scores) -> Row:
     """
     lengths = np.asarray(rollout.action_mask).sum(-1)
     cut = np.asarray(rollout.stop_reason) == StopReason.BUDGET
-    rewards = np.ma.masked_array(scores.rewards, ~scores.valid)
-    better = scores.rewards.reshape(-1) > _mean(rewards)
+    rewards = np.ma.masked_array(whole_rewards(scores), ~scores.valid)
+    better = rewards.data.reshape(-1) > _mean(rewards)
     row = {
         "reward": _mean(rewards),
         "reward_std": float(np.ma.filled(rewards.std(), 0.0)),
@@ -223,11 +223,12 @@ def _mean(values: np.ma.MaskedArray) -> float:
 
 
 def _check_finite(scores: Scores) -> None:
-    bad = np.argwhere(scores.valid & ~np.isfinite(scores.rewards))
+    rewards = whole_rewards(scores)
+    bad = np.argwhere(scores.valid & ~np.isfinite(rewards))
     if len(bad):
         prompt, sample = bad[0]
         raise ValueError(
-            f"score: reward {scores.rewards[prompt, sample]} for sample {sample} of prompt {prompt}, one of {len(bad)} "
+            f"score: reward {rewards[prompt, sample]} for sample {sample} of prompt {prompt}, one of {len(bad)} "
             "that are not finite: mend the scorer, or set valid=False where it does not apply"
         )
 
@@ -250,14 +251,6 @@ def _minibatches(key: Array, epochs: int, minibatches: int) -> Iterator[tuple[Ar
     for epoch in range(epochs):
         for index in range(minibatches):
             yield jax.random.fold_in(key, epoch), index
-
-
-def _take_rows(batch: Batch, key: Array, index: Array, *, count: int) -> Batch:
-    """Takes minibatch `index` of `count` from the rows shuffled by `key`."""
-    order = jax.random.permutation(key, batch.tokens.shape[0])
-    size = batch.tokens.shape[0] // count
-    chosen = jax.lax.dynamic_slice(order, (index * size,), (size,))
-    return jax.tree.map(lambda x: jnp.take(x, chosen, axis=0), batch)
 
 
 class _Clock:

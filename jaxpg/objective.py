@@ -64,6 +64,7 @@ def to_batch(algorithm: Algorithm, experience: Experience) -> Batch:
             returns=None if algorithm.targets is None else _targets(algorithm, experience),
             values=experience.values,
             ref_log_probs=experience.ref_log_probs,
+            observations=rollout.observations,
         )
     )
 

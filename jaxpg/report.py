@@ -79,24 +79,54 @@ def in_words(rows: Sequence[dict]) -> list[str]:
     return said
 
 
-def draw_curves(path: Path, curves: dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]], *, title: str):
+def draw_curves(
+    path: Path,
+    curves: dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    title: str,
+    x: str = "step",
+    limits: tuple[float, float] | None = (-0.02, 1.02),
+):
     """Draws one panel per entry, with its named curves.
 
     Args:
       path: of the picture.
       curves: panel title -> curve name -> (x, y).
       title: above all.
+      x: what the horizontal axes show.
+      limits: of the vertical axes; None: those of the curves.
     """
     import matplotlib.figure  # takes half a second, and most callers draw once, at the end
 
     figure = matplotlib.figure.Figure(figsize=(5 * len(curves), 3.6), layout="constrained")
     figure.suptitle(title)
     for axes, (panel, lines) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-        for name, (x, y) in lines.items():
-            axes.plot(x, y, label=name, linewidth=1.2)
-        axes.set(title=panel, xlabel="step", ylim=(-0.02, 1.02))
+        for name, points in lines.items():
+            axes.plot(*points, label=name, linewidth=1.2)
+        axes.set(title=panel, xlabel=x, ylim=limits)
         axes.grid(alpha=0.3)
         axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_histogram(path: Path, values: dict[str, Sequence[float]], *, title: str, x: str):
+    """Draws how often each value occurs, the named samples over each other.
+
+    Args:
+      path: of the picture.
+      values: name -> sample.
+      title: above all.
+      x: what the values are.
+    """
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, sample in values.items():
+        axes.hist(sample, bins=40, alpha=0.5, label=name)
+    axes.set(title=title, xlabel=x, ylabel="how many")
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(path, dpi=120)
 
 

@@ -5,6 +5,11 @@ is bridged (the step before it is followed by the step after it, discounted once
 is never bootstrapped from. Rewards off the mask are not read, so put the environment's reward on the action
 before it.
 
+A row may hold several episodes, one after the other: `ends` marks the last action of each, and nothing flows back
+across it. There `bootstrap` tells the two kinds of end apart: 0 where the episode terminated, since nothing more can
+be earned, and the critic's V of the state that was reached where it was truncated, by a time limit or because the
+row is over (Pardo et al. 2018, "Time limits in reinforcement learning").
+
 All of them are one backward scan; measured on CPU at [512, 4096] it is faster than an associative scan.
 """
 
@@ -18,7 +23,7 @@ from jaxpg import segments as segments_lib
 from jaxpg.types import Array
 
 
-def reward_to_go(rewards, mask, *, discount: float = 1.0) -> Array:
+def reward_to_go(rewards, mask, *, discount: float = 1.0, ends=None) -> Array:
     """Adds up the rewards from each action on.
 
         G_t = Σ_{u >= t} discount^{u−t}·r_u
@@ -29,6 +34,7 @@ def reward_to_go(rewards, mask, *, discount: float = 1.0) -> Array:
       rewards: [..., T]; carries gradient.
       mask: [..., T] bool, action tokens.
       discount: per action, in [0, 1].
+      ends: [..., T] bool, last actions of episodes inside the row; None for one episode a row.
 
     Returns:
       [..., T] float32, 0 off the mask.
@@ -36,10 +42,10 @@ def reward_to_go(rewards, mask, *, discount: float = 1.0) -> Array:
     Raises:
       ValueError: if shapes differ, `mask` is not boolean or `discount` leaves [0, 1].
     """
-    return gae(rewards, jnp.zeros(jnp.shape(rewards)), mask, discount=discount, lambda_=1.0)
+    return gae(rewards, jnp.zeros(jnp.shape(rewards)), mask, discount=discount, lambda_=1.0, ends=ends)
 
 
-def n_step(rewards, values, mask, *, n: int, discount: float = 1.0, bootstrap=None) -> Array:
+def n_step(rewards, values, mask, *, n: int, discount: float = 1.0, bootstrap=None, ends=None) -> Array:
     """Adds up n rewards and the value of the state after them.
 
         G_t = Σ_{i < n} discount^i·r_{t+i} + discount^n·V_{t+n}
@@ -53,7 +59,9 @@ def n_step(rewards, values, mask, *, n: int, discount: float = 1.0, bootstrap=No
       mask: [..., T] bool, action tokens.
       n: actions to look ahead, at least 1.
       discount: per action, in [0, 1].
-      bootstrap: [...] V after the last action, of a response that was cut off; None for 0. Carries gradient.
+      bootstrap: [...] V after the last action, of a response that was cut off; None for 0. With `ends`, [..., T] V
+        after each action, read at the ends and after the row's last action. Carries gradient.
+      ends: [..., T] bool, last actions of episodes inside the row; None for one episode a row.
 
     Returns:
       [..., T] float32, 0 off the mask.
@@ -61,11 +69,14 @@ def n_step(rewards, values, mask, *, n: int, discount: float = 1.0, bootstrap=No
     Raises:
       ValueError: if shapes differ, `mask` is not boolean, n < 1 or `discount` leaves [0, 1].
     """
-    rewards, values, mask, bootstrap = _arrays(rewards, values, mask, bootstrap)
+    rewards, values, mask, bootstrap, ends = _arrays(rewards, values, mask, bootstrap, ends)
     checks.unit_interval("discount", discount)
     checks.at_least("n", n, 1)
     if n >= rewards.shape[-1]:
-        return lambda_returns(rewards, values, mask, discount=discount, lambda_=1.0, bootstrap=bootstrap)
+        return lambda_returns(rewards, values, mask, discount=discount, lambda_=1.0, bootstrap=bootstrap, ends=ends)
+
+    def start(bootstrap):
+        return jnp.broadcast_to(bootstrap[..., None], (*bootstrap.shape, n + 1))
 
     def step(ahead, now):  # ahead [..., n + 1]: the returns of 0, 1, ..., n steps of the next action
         reward, value, active = now
@@ -73,11 +84,12 @@ def n_step(rewards, values, mask, *, n: int, discount: float = 1.0, bootstrap=No
         ahead = jnp.where(active[..., None], longer, ahead)
         return ahead, ahead[..., -1]
 
-    start = jnp.broadcast_to(bootstrap[..., None], (*bootstrap.shape, n + 1))
-    return _scan_back(step, start, rewards, values, mask)
+    return _scan_back(step, start, rewards, values, mask, bootstrap, ends)
 
 
-def lambda_returns(rewards, values, mask, *, discount: float = 1.0, lambda_: float = 0.95, bootstrap=None) -> Array:
+def lambda_returns(
+    rewards, values, mask, *, discount: float = 1.0, lambda_: float = 0.95, bootstrap=None, ends=None
+) -> Array:
     """Mixes the n-step returns of all n, (1−λ)·λ^{n−1} of each.
 
         G_t = r_t + discount·((1−λ)·V_{t+1} + λ·G_{t+1})
@@ -91,7 +103,9 @@ def lambda_returns(rewards, values, mask, *, discount: float = 1.0, lambda_: flo
       mask: [..., T] bool, action tokens.
       discount: per action, in [0, 1].
       lambda_: in [0, 1]; 0 is TD(0), 1 the discounted return.
-      bootstrap: [...] V after the last action, of a response that was cut off; None for 0. Carries gradient.
+      bootstrap: [...] V after the last action, of a response that was cut off; None for 0. With `ends`, [..., T] V
+        after each action, read at the ends and after the row's last action. Carries gradient.
+      ends: [..., T] bool, last actions of episodes inside the row; None for one episode a row.
 
     Returns:
       [..., T] float32, 0 off the mask.
@@ -99,11 +113,11 @@ def lambda_returns(rewards, values, mask, *, discount: float = 1.0, lambda_: flo
     Raises:
       ValueError: if shapes differ, `mask` is not boolean, or `discount` or `lambda_` leaves [0, 1].
     """
-    advantages = gae(rewards, values, mask, discount=discount, lambda_=lambda_, bootstrap=bootstrap)
+    advantages = gae(rewards, values, mask, discount=discount, lambda_=lambda_, bootstrap=bootstrap, ends=ends)
     return advantages + masked.fill(values, mask)
 
 
-def gae(rewards, values, mask, *, discount: float = 1.0, lambda_: float = 0.95, bootstrap=None) -> Array:
+def gae(rewards, values, mask, *, discount: float = 1.0, lambda_: float = 0.95, bootstrap=None, ends=None) -> Array:
     """Estimates advantages by an exponential mixture of n-step errors.
 
         δ_t = r_t + discount·V_{t+1} − V_t,   A_t = δ_t + discount·λ·A_{t+1}
@@ -116,7 +130,9 @@ def gae(rewards, values, mask, *, discount: float = 1.0, lambda_: float = 0.95, 
       mask: [..., T] bool, action tokens.
       discount: per action, in [0, 1].
       lambda_: in [0, 1]; 0 is the TD error (biased by the critic's), 1 is the return minus V.
-      bootstrap: [...] V after the last action, of a response that was cut off; None for 0. Carries gradient.
+      bootstrap: [...] V after the last action, of a response that was cut off; None for 0. With `ends`, [..., T] V
+        after each action, read at the ends and after the row's last action. Carries gradient.
+      ends: [..., T] bool, last actions of episodes inside the row; None for one episode a row.
 
     Returns:
       [..., T] float32, 0 off the mask. Not whitened.
@@ -124,9 +140,12 @@ def gae(rewards, values, mask, *, discount: float = 1.0, lambda_: float = 0.95, 
     Raises:
       ValueError: if shapes differ, `mask` is not boolean, or `discount` or `lambda_` leaves [0, 1].
     """
-    rewards, values, mask, bootstrap = _arrays(rewards, values, mask, bootstrap)
+    rewards, values, mask, bootstrap, ends = _arrays(rewards, values, mask, bootstrap, ends)
     checks.unit_interval("discount", discount)
     checks.unit_interval("lambda_", lambda_)
+
+    def start(bootstrap):
+        return jnp.zeros_like(bootstrap), bootstrap
 
     def step(ahead, now):
         advantage, next_value = ahead
@@ -135,7 +154,7 @@ def gae(rewards, values, mask, *, discount: float = 1.0, lambda_: float = 0.95, 
         advantage = jnp.where(active, delta + discount * lambda_ * advantage, advantage)
         return (advantage, jnp.where(active, value, next_value)), advantage
 
-    return _scan_back(step, (jnp.zeros_like(bootstrap), bootstrap), rewards, values, mask)
+    return _scan_back(step, start, rewards, values, mask, bootstrap, ends)
 
 
 def segment_gae(
@@ -171,20 +190,39 @@ def segment_gae(
     return segments_lib.total(advantages, segments, mask)
 
 
-def _scan_back(step: Callable, start, rewards: Array, values: Array, mask: Array) -> Array:
-    """Runs step(carry, (reward, value, active)) from the last position to the first; outputs [..., T]."""
-    over_time = tuple(jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask))
-    _, outputs = jax.lax.scan(step, start, over_time, reverse=True)
+def _scan_back(step: Callable, start: Callable, rewards: Array, values: Array, mask: Array, bootstrap, ends) -> Array:
+    """Runs step(carry, (reward, value, active)) from the last position to the first; outputs [..., T].
+
+    The carry is start(V after the last action); at an end inside the row it starts anew, from the V after that.
+    """
+    over_time = [jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask)]
+    if ends is None:
+        _, outputs = jax.lax.scan(step, start(bootstrap), tuple(over_time), reverse=True)
+        return jnp.where(mask, jnp.moveaxis(outputs, 0, -1), 0.0)
+
+    def restart(ahead, now):
+        *now, end, after = now
+        across = end.reshape(end.shape + (1,) * (jax.tree.leaves(ahead)[0].ndim - end.ndim))
+        return step(jax.tree.map(lambda anew, x: jnp.where(across, anew, x), start(after), ahead), tuple(now))
+
+    last = mask.shape[-1] - 1 - jnp.argmax(mask[..., ::-1], axis=-1, keepdims=True)
+    final = jnp.take_along_axis(bootstrap, last, axis=-1)[..., 0]
+    over_time += [jnp.moveaxis(x, -1, 0) for x in (ends & mask, bootstrap)]
+    _, outputs = jax.lax.scan(restart, start(final), tuple(over_time), reverse=True)
     return jnp.where(mask, jnp.moveaxis(outputs, 0, -1), 0.0)
 
 
-def _arrays(rewards, values, mask, bootstrap) -> tuple[Array, Array, Array, Array]:
+def _arrays(rewards, values, mask, bootstrap, ends) -> tuple[Array, Array, Array, Array, Array | None]:
     """Checks shapes and dtypes, brings all to one float type, and clears what stands under the mask."""
     checks.has_axis("rewards", rewards, "token")
     checks.same_shape(rewards=rewards, values=values)
-    bootstrap = jnp.zeros(jnp.shape(rewards)[:-1]) if bootstrap is None else bootstrap
-    checks.shape("bootstrap", bootstrap, jnp.shape(rewards)[:-1], "one value for each row of rewards")
+    dims, why = jnp.shape(rewards)[:-1], "one value for each row of rewards"
+    if ends is not None:
+        dims, why = jnp.shape(rewards), "one value for each action, since there are ends"
+        ends = checks.boolean("ends", ends, dims)
+    bootstrap = jnp.zeros(dims) if bootstrap is None else bootstrap
+    checks.shape("bootstrap", bootstrap, dims, why)
     rewards, values, bootstrap = (checks.as_float(x) for x in (rewards, values, bootstrap))
     dtype = jnp.result_type(rewards, values, bootstrap)
     rewards, values = (masked.fill(x.astype(dtype), mask) for x in (rewards, values))
-    return rewards, values, jnp.asarray(mask), bootstrap.astype(dtype)
+    return rewards, values, jnp.asarray(mask), bootstrap.astype(dtype), ends

@@ -42,9 +42,14 @@ def open_run(run_dir: Path, config: dict, *, resume: bool) -> Path:
 
 
 def write_json(path: Path, value) -> None:
-    """Writes a JSON file in one piece: a reader sees the old text or the new, never half."""
+    """Writes a JSON file in one piece."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in one piece: a reader sees the old text or the new, never half."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.write_text(text)
     partial.replace(path)
 
 

@@ -37,6 +37,7 @@ class Rollout:
     log_probs: Array  # [B, T] float32, of the distribution sampled from (temperature, filters); 0 off the actions
     stop_reason: Array  # [B] int32, a StopReason
     plain_log_probs: Array | None = None  # [B, T] float32, of the tempered distribution without filters; 0 off actions
+    observations: Array | None = None  # [B, T, F] float32, what a game shows after each token (see `games`)
 
 
 @pytree
@@ -52,6 +53,7 @@ class Experience:
     greedy_rewards: Array | None = None  # [P] float32, reward of the greedy completion (ReMax)
     values: Array | None = None  # [B, T] float32, the critic's V before each action
     bootstrap: Array | None = None  # [B] float32, the critic's V after the last action of a response that was cut
+    ends: Array | None = None  # [B, T] bool, last actions of episodes inside a row; then bootstrap is [B, T]
     segments: Array | None = None  # [B, T] int32, the action each token belongs to; None for a token each
     ref_log_probs: Array | None = None  # [B, T] float32, of the reference policy
     trainer_log_probs: Array | None = None  # [B, T] float32, the rollout's as the trainer computes them, if recomputed
@@ -73,6 +75,8 @@ class Batch:
     values: Array | None = None  # [B, T] float32, the critic's predictions when the rollout was made
     ref_log_probs: Array | None = None  # [B, T] float32, of the reference policy
     kl_coef: Array | None = None  # [B] float32, the train state's β on every row; `update` fills it in
+    observations: Array | None = None  # [B, T, F] float32, what a game shows after each token
+    documents: Array | None = None  # [B, T] int32, which document of a packed row each token belongs to
 
 
 @pytree

@@ -100,6 +100,49 @@ def make_update(
     return update
 
 
+def make_passes(update: Callable, *, epochs: int = 1, minibatches: int = 1) -> Callable:
+    """Builds the pure function (state, batch, key) -> (state, metrics) of several passes over one batch.
+
+    It makes epochs · minibatches updates in one scan; `loop.policy_gradient_step` makes the same ones from the host.
+
+    Args:
+      update: (state, batch) -> (state, metrics), e.g. of `make_update`.
+      epochs: passes over the batch.
+      minibatches: updates a pass; rows are shuffled anew for each pass. Must divide the rows.
+
+    Returns:
+      A function to jit. Its metrics are added up over the updates.
+
+    Raises:
+      ValueError: if `epochs` or `minibatches` is below 1; when traced, if `minibatches` does not divide the rows.
+    """
+    checks.at_least("epochs", epochs, 1)
+    checks.at_least("minibatches", minibatches, 1)
+
+    def passes(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+        rows = batch.tokens.shape[0]
+        if rows % minibatches:
+            raise ValueError(f"minibatches={minibatches} does not divide the {rows} rows of a batch: choose a divisor")
+
+        def body(state, i):
+            order_key = jax.random.fold_in(key, i // minibatches)
+            part = batch if minibatches == 1 else take_rows(batch, order_key, i % minibatches, count=minibatches)
+            return update(state, part)
+
+        state, metrics = jax.lax.scan(body, state, jnp.arange(epochs * minibatches))
+        return state, jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
+
+    return passes
+
+
+def take_rows(batch: Batch, key: Array, index: Array, *, count: int) -> Batch:
+    """Takes minibatch `index` of `count` from the rows shuffled by `key`."""
+    order = jax.random.permutation(key, batch.tokens.shape[0])
+    size = batch.tokens.shape[0] // count
+    chosen = jax.lax.dynamic_slice(order, (index * size,), (size,))
+    return jax.tree.map(lambda x: jnp.take(x, chosen, axis=0), batch)
+
+
 def _check_state(state: TrainState, optimizer: optax.GradientTransformation, trained) -> None:
     expected = jax.eval_shape(optimizer.init, trained)
     if jax.tree.structure(expected) != jax.tree.structure(state.opt_state):

@@ -3,20 +3,35 @@
 import os
 
 # The suite is compilation, most of it: without LLVM's optimisations it takes little more than half of the time.
+# XLA ends the process when one of the eight devices has not come to a collective within 40 seconds, which happens on a
+# loaded machine: it may wait ten minutes.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=0"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from launching import compiled_programs
 
 
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture
+def quick_compilation():
+    """Programs that one test compiles and the next can read."""
+    saved = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", compiled_programs())
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    yield
+    jax.config.update("jax_compilation_cache_dir", saved[0])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", saved[1])
 
 
 @pytest.fixture

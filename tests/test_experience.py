@@ -124,3 +124,11 @@ def test_supervised_learning_weighs_by_the_advantages_of_its_batch():
     np.testing.assert_array_equal(loss(None), -batch.log_probs)
     np.testing.assert_array_equal(loss(batch.advantages), -batch.log_probs)
     np.testing.assert_array_equal(loss(3.0 * batch.advantages), -3.0 * batch.log_probs)
+
+
+def test_several_episodes_in_a_row_have_actions_of_one_token():
+    e = make_experience()
+    e = dataclasses.replace(e, segments=jnp.zeros((ROWS, e.rollout.tokens.shape[1]), int), ends=e.rollout.action_mask)
+    for name in ("reinforce_to_go", "ppo"):
+        with pytest.raises(ValueError, match="ends and segments are both set"):
+            jax.eval_shape(lambda e, name=name: batch_of(name, e), e)

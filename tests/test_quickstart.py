@@ -1,60 +1,30 @@
 """The whole run, small: it resumes exactly, does not care about the mesh, compiles once, refuses bad input."""
 
 import dataclasses
-import functools
-import importlib.util
 import json
 import logging
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import jax
 import pytest
+from launching import EXPERIMENTS, launch, load
 
 from jaxpg.ladder.session import StopAfter
 from jaxpg.metrics import read_jsonl
 from jaxpg.tasks import arithmetic
 
-SCRIPT = Path(__file__).parents[1] / "experiments" / "quickstart.py"
+SCRIPT = EXPERIMENTS / "quickstart.py"
 TINY = {
     "batch-size": 64, "group-size": 4, "rl-steps": 5, "warmup-steps": 20, "warmup-batch-size": 32,
     "held-out": 64, "warmup-accuracy": 0.9, "checkpoint-every": 3,
 }  # fmt: skip
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quickstart"] = module
-    spec.loader.exec_module(module)
-    return module
+quickstart = load(SCRIPT)
 
 
-quickstart = load()
-
-
-@functools.cache
-def compiled_programs():
-    """A folder for the programs that one launch compiles and the next can read."""
-    return tempfile.mkdtemp()
-
-
-def launch(run_dir, *extra, devices=1):
-    """Runs the script as a user does, on so many virtual devices; most of its time would be compilation."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    quick = {"JAX_COMPILATION_CACHE_DIR": compiled_programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+def launch_tiny(run_dir, *extra, devices=1):
     options = [text for name, value in TINY.items() for text in (f"--{name}", str(value))]
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *options, "--run-dir", str(run_dir), *extra],
-        env=os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return launch(SCRIPT, *options, "--run-dir", str(run_dir), *extra, devices=devices)
 
 
 def exact_rows(run_dir):
@@ -66,7 +36,7 @@ def exact_rows(run_dir):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    result = launch(run_dir)
+    result = launch_tiny(run_dir)
     assert result.returncode == 0, result.stderr
     return run_dir
 
@@ -86,18 +56,18 @@ def test_a_run_leaves_its_records(whole):
 def test_stopped_and_resumed_metrics_are_the_same_to_the_bit(whole, tmp_path):
     """Stops before the first checkpoint, at the start of the RL phase, between its checkpoints; then finishes."""
     for stop in (2, 21, 4):
-        result = launch(tmp_path / "run", "--resume", "--stop-after", str(stop))
+        result = launch_tiny(tmp_path / "run", "--resume", "--stop-after", str(stop))
         assert f"Stopped after {stop} steps" in result.stdout, result.stderr
-    assert launch(tmp_path / "run", "--resume").returncode == 0
+    assert launch_tiny(tmp_path / "run", "--resume").returncode == 0
     assert exact_rows(tmp_path / "run") == exact_rows(whole)
     # A finished run, resumed, shows its results again and changes none.
-    assert launch(tmp_path / "run", "--resume").returncode == 0
+    assert launch_tiny(tmp_path / "run", "--resume").returncode == 0
     assert exact_rows(tmp_path / "run") == exact_rows(whole)
 
 
 @pytest.mark.parametrize("extra", [("--mesh", "data=2,fsdp=2,tensor=2"), ("--num-microbatches", "2")])
 def test_mesh_and_microbatches_change_no_metric(whole, tmp_path, extra):
-    result = launch(tmp_path / "run", *extra, devices=8)
+    result = launch_tiny(tmp_path / "run", *extra, devices=8)
     assert result.returncode == 0, result.stderr
     assert "rematerialization" not in result.stderr
     for row, expected in zip(exact_rows(tmp_path / "run"), exact_rows(whole), strict=True):
@@ -169,10 +139,10 @@ def test_mistakes_on_the_command_line_are_one_line(whole):
         (("--seed", "1", "--resume"), "another configuration (seed is 0 there, 1 here)"),
         ((), "already holds this run: pass --resume"),
     ]:
-        result = launch(whole, *extra)
+        result = launch_tiny(whole, *extra)
         assert result.returncode == 2 and message in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
-    result = launch(whole, "--temprature", "1")
+    result = launch_tiny(whole, "--temprature", "1")
     assert result.returncode == 2 and "--temprature" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert (whole / "metrics.jsonl").read_bytes() == before

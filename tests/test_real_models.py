@@ -1,30 +1,18 @@
 """Tasks by name, and the experiment and the tool that take a checkpoint: here a small one of random weights."""
 
-import importlib.util
 import json
 import string
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from launching import ROOT, load
 
 from jaxpg import evaluate
 from jaxpg.data import characters
 from jaxpg.metrics import read_jsonl
 from jaxpg.models import Config, Model, hf
 from jaxpg.tasks import catalog
-
-ROOT = Path(__file__).parents[1]
-
-
-def load(folder, name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_grpo_trains_a_checkpoint_and_saves_it(rank, checkpoint, tmp_path):
-    module = load("experiments", "grpo_real")
+    module = load(ROOT / "experiments" / "grpo_real.py")
     c = module.Config(model=str(checkpoint), smoke=True, lora_rank=rank, run_dir=tmp_path / "run")
     prepared = module.prepare(c)
     # A random model gets no sum right: reward what it can do, so that there is a signal.
@@ -67,14 +55,14 @@ def test_grpo_trains_a_checkpoint_and_saves_it(rank, checkpoint, tmp_path):
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(change, message, checkpoint, tmp_path):
-    module = load("experiments", "grpo_real")
+    module = load(ROOT / "experiments" / "grpo_real.py")
     with pytest.raises(ValueError, match=message):
         module.prepare(module.Config(model=str(checkpoint), smoke=True, run_dir=tmp_path / "run", **change))
     assert not (tmp_path / "run").exists()
 
 
 def test_the_evaluation_of_a_checkpoint(checkpoint, tmp_path, capsys):
-    module = load("tools", "evaluate_model")
+    module = load(ROOT / "tools" / "evaluate_model.py")
     out = tmp_path / "numbers.json"
     c = module.Config(model=str(checkpoint), count=5, batch=4, samples=3, k=(1, 3), json=out)
     module.run(module.prepare(c))

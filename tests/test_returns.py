@@ -161,6 +161,47 @@ def test_agrees_with_rlax():
         )
 
 
+def test_termination_and_truncation_are_told_apart():
+    """Three episodes in a row, discount 0.5: terminated at index 1, truncated at 3 in a state of V 8, cut at 5, V 4."""
+    mask = jnp.ones(6, bool)
+    rewards, values = jnp.array([1.0, 2, 3, 4, 5, 6]), jnp.array([1.0, 1, 2, 2, 3, 3])
+    ends = jnp.array([0, 1, 0, 1, 0, 0], bool)
+    bootstrap = jnp.array([9.0, 0, 9, 8, 9, 4])  # 9 where an episode goes on: never read
+    options = {"discount": 0.5, "bootstrap": bootstrap, "ends": ends}
+    # Backwards, e.g. δ_3 = 4 + 0.5·8 − 2 = 6 and δ_2 = 3 + 0.5·2 − 2 = 2.
+    td_errors = np.array([0.5, 1, 2, 6, 3.5, 5])
+    np.testing.assert_allclose(returns.gae(rewards, values, mask, lambda_=0.0, **options), td_errors)
+    half = td_errors + np.array([0.25 * 1, 0, 0.25 * 6, 0, 0.25 * 5, 0])
+    np.testing.assert_allclose(returns.gae(rewards, values, mask, lambda_=0.5, **options), half)
+    whole = [1 + 0.5 * 2, 2, 3 + 0.5 * (4 + 0.5 * 8), 4 + 0.5 * 8, 5 + 0.5 * (6 + 0.5 * 4), 6 + 0.5 * 4]
+    for n in (2, 3, 99):
+        np.testing.assert_allclose(returns.n_step(rewards, values, mask, n=n, **options), whole)
+    np.testing.assert_allclose(returns.n_step(rewards, values, mask, n=1, **options), td_errors + values)
+    to_go = returns.reward_to_go(rewards, mask, discount=0.5, ends=ends)
+    np.testing.assert_allclose(to_go, [2, 2, 5, 4, 8, 6])
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 999), lambda_=st.sampled_from([0.0, 0.95, 1.0]), n=st.sampled_from([1, 3, 7]))
+def test_rows_with_ends_equal_the_episodes_they_hold(seed, lambda_, n):
+    rewards, values, mask, _ = random_rows(seed)
+    rng = np.random.default_rng(seed + 1000)
+    ends, bootstrap = rng.random(mask.shape) < 0.4, rng.normal(size=mask.shape).astype(np.float32)
+    options = {"discount": 0.9, "bootstrap": bootstrap, "ends": ends}
+    gae, n_step = GAE(rewards, values, mask, lambda_=lambda_, **options), N_STEP(rewards, values, mask, n=n, **options)
+    for i, row in enumerate(mask):
+        actions = np.flatnonzero(row)
+        advantages, targets = [], []
+        for episode in np.split(actions, np.flatnonzero(ends[i][actions]) + 1):
+            if episode.size:
+                r, v = (x[i][episode].astype(np.float64) for x in (rewards, values))
+                after = float(bootstrap[i][episode[-1]])
+                advantages.extend(gae_by_hand(r, v, 0.9, lambda_, after))
+                targets.extend(n_step_by_hand(r, v, 0.9, n, after))
+        np.testing.assert_allclose(gae[i], scattered(advantages, row), atol=2e-5)
+        np.testing.assert_allclose(n_step[i], scattered(targets, row), atol=2e-5)
+
+
 def test_step_level_gae_runs_over_steps():
     """Two steps of two and three tokens; γ and λ act once a step, and V is read before its first token."""
     mask = jnp.array([0, 1, 1, 0, 1, 1, 1, 0], bool)
@@ -245,6 +286,11 @@ def test_leading_axes_are_free_and_bfloat16_is_computed_in_float32(name):
             lambda: returns.gae(REWARDS, VALUES, MASK, bootstrap=VALUES),
             r"bootstrap has shape \(6,\): must be \(\)",
         ),
+        (
+            lambda: returns.gae(REWARDS, VALUES, MASK, bootstrap=jnp.float32(1), ends=MASK),
+            r"bootstrap has shape \(\): must be \(6,\), one value for each action",
+        ),
+        (lambda: returns.gae(REWARDS, VALUES, MASK, ends=VALUES), "ends has dtype float32: must be bool"),
         (lambda: returns.n_step(REWARDS, VALUES, MASK, n=0), "n=0: must be at least 1"),
         (lambda: returns.n_step(REWARDS, VALUES, MASK, n=1, discount=-1), "discount=-1"),
         (lambda: returns.reward_to_go(REWARDS[:0], MASK[:0]), r"rewards has shape \(0,\)"),

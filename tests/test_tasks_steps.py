@@ -34,6 +34,21 @@ def test_each_step_is_the_running_sum(level):
         assert sum(step.reward for step in steps.check(problem, problem.answer)) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("level", steps.LEVELS)
+def test_no_prompt_and_no_answer_is_longer_than_the_longest(level):
+    drawn = steps.problems(0, 0, 300, level=level)
+    assert max(len(p.prompt) for p in drawn) <= len(steps.longest_prompt(level))
+    assert max(len(p.answer) for p in drawn) <= len(steps.longest_answer(level))
+    assert steps.longest_prompt(1) == "9+9+9=" and steps.longest_answer(4) == "198;297"
+
+
+def test_a_held_out_set_has_no_problem_twice_and_says_when_there_are_no_more():
+    drawn = steps.held_out_set(60)
+    assert len({p.prompt for p in drawn}) == 60
+    with pytest.raises(ValueError, match="count=900: level=1 holds out only"):
+        steps.held_out_set(900)
+
+
 def test_problems_are_a_function_of_seed_and_index_and_held_out_whatever_the_order():
     whole = steps.problems(1, 0, 20)
     assert whole[5:15] == steps.problems(1, 5, 10) and whole != steps.problems(2, 0, 20)
@@ -62,6 +77,7 @@ def test_problems_are_a_function_of_seed_and_index_and_held_out_whatever_the_ord
 )
 def test_steps_are_cut_and_rewarded(completion, found):
     assert steps.check(PROBLEM, completion) == found
+    assert steps.right_steps(PROBLEM, completion) == sum(reward for _, _, reward in found)
 
 
 def test_rewards_stand_on_the_last_token_of_each_step():

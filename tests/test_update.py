@@ -11,7 +11,7 @@ import pytest
 from jaxpg import aggregate, algorithms, logprobs, losses, sharding, train_state
 from jaxpg.models import Config, Model
 from jaxpg.types import Batch, Weighted
-from jaxpg.update import adamw, make_update
+from jaxpg.update import adamw, make_passes, make_update, take_rows
 
 MODEL = Model(
     Config(
@@ -171,3 +171,41 @@ def test_impossible_splits_are_named():
         adamw(1e-3, max_grad_norm=0)
     with pytest.raises(ValueError, match=r"jax.random.key\(seed\)"):
         train_state.init({}, optax.sgd(1.0), jnp.zeros(2, jnp.uint32))
+
+
+def test_passes_are_updates_on_reshuffled_minibatches():
+    """Every row once a pass, in an order of its own; the same updates as one after the other."""
+    batch = dataclasses.replace(make_batch(), values=jnp.arange(8.0)[:, None])
+    params = jax.random.normal(jax.random.key(0), (8, 8))
+    optimizer = optax.sgd(0.1)
+    loss_fn = algorithms.make_loss_fn(clip_algorithm(aggregate.token_mean), bigram_policy)
+
+    def update(state, part):
+        state, metrics = make_update(loss_fn, optimizer)(state, part)
+        seen = jnp.zeros(8).at[part.values[:, 0].astype(int)].set(1.0)
+        return state, {"loss": metrics["loss"], "rows": Weighted(seen, jnp.float32(1))}
+
+    state, key = train_state.init(params, optimizer, jax.random.key(0)), jax.random.key(3)
+    whole, metrics = jax.jit(make_passes(update, epochs=3, minibatches=4))(state, batch, key)
+    np.testing.assert_array_equal(metrics["rows"].total, np.full(8, 3.0))
+    assert metrics["rows"].weight == 12
+
+    one = jax.jit(lambda state, k, i: update(state, take_rows(batch, jax.random.fold_in(key, k), i, count=4)))
+    orders, total = [], 0.0
+    for k in range(3):
+        for i in range(4):
+            state, row = one(state, k, i)
+            orders.append(tuple(row["rows"].total.tolist()))
+            total += row["loss"].total
+    assert len(set(orders)) > 4  # not the same four minibatches in each pass
+    np.testing.assert_allclose(whole.params, state.params, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"].total, total, rtol=1e-5)
+    assert whole.step == state.step == 12
+
+
+def test_passes_refuse_what_does_not_divide():
+    state = train_state.init({}, optax.sgd(1.0), jax.random.key(0))
+    with pytest.raises(ValueError, match="minibatches=3 does not divide the 8 rows"):
+        make_passes(None, minibatches=3)(state, make_batch(), jax.random.key(0))
+    with pytest.raises(ValueError, match="epochs=0: must be at least 1"):
+        make_passes(None, epochs=0)

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from jaxpg.data.encoding import decode_completions, encode_demonstrations, encode_prompts
+from jaxpg.data.packing import pack
 from jaxpg.data.tokenizers import characters
 
-__all__ = ["characters", "decode_completions", "encode_demonstrations", "encode_prompts"]
+__all__ = ["characters", "decode_completions", "encode_demonstrations", "encode_prompts", "pack"]

@@ -76,5 +76,7 @@ def _check(tokenizer, text: str, ids: list[int], length: int, what: str, argumen
         raise ValueError(f"{what} {text!r} has no tokens: give the model something to continue")
     if len(ids) > length:
         raise ValueError(f"{what} {text!r} has {len(ids)} tokens, {argument}={length}: raise it or shorten the text")
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+    # Tokenizers of bytes know everything, and some name their stop token as the unknown one.
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and unknown != tokenizer.eos_token_id and unknown in ids:
         raise ValueError(f"{what} {text!r} has a character that the tokenizer does not know: extend its alphabet")

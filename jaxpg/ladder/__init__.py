@@ -10,11 +10,33 @@
 That is a rung: see `experiments/`.
 """
 
-from jaxpg.ladder.config import Common, Config, Run, Task, arithmetic_task, open_run, prepare
+from jaxpg.ladder.comparison import (
+    columns,
+    gains,
+    is_finished,
+    read_config,
+    read_rows,
+    read_summary,
+    shared_programs,
+    spread,
+    standard_errors,
+)
+from jaxpg.ladder.config import Common, Config, Run, Task, leveled_task, open_run, prepare, small_model
 from jaxpg.ladder.halves import fit_critic, start_halves, update_halves
-from jaxpg.ladder.parts import experience, prompts, sampler, schedule, scorer, start, to_batch
+from jaxpg.ladder.parts import (
+    compiled,
+    experience,
+    prompts,
+    rise_and_fall,
+    sampler,
+    schedule,
+    scorer,
+    start,
+    start_loss,
+    to_batch,
+)
 from jaxpg.ladder.phases import fit, warm_up
-from jaxpg.ladder.policies import actor, actor_critic, reference, values, with_critic
+from jaxpg.ladder.policies import acting, actor, actor_critic, reference, values, with_critic
 from jaxpg.ladder.session import Session, session
 
 __all__ = [
@@ -23,22 +45,36 @@ __all__ = [
     "Run",
     "Session",
     "Task",
+    "acting",
     "actor",
     "actor_critic",
-    "arithmetic_task",
+    "columns",
+    "compiled",
     "experience",
     "fit",
     "fit_critic",
+    "gains",
+    "is_finished",
+    "leveled_task",
     "open_run",
     "prepare",
     "prompts",
+    "read_config",
+    "read_rows",
+    "read_summary",
     "reference",
+    "rise_and_fall",
     "sampler",
     "schedule",
     "scorer",
     "session",
+    "shared_programs",
+    "small_model",
+    "spread",
+    "standard_errors",
     "start",
     "start_halves",
+    "start_loss",
     "to_batch",
     "update_halves",
     "values",

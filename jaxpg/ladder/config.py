@@ -1,9 +1,10 @@
 """Options that all rungs share, the task, and what is checked before anything is compiled or written."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import jax
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +13,10 @@ from jaxpg import run_folder, sharding
 from jaxpg.data import characters, encode_prompts
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model
-from jaxpg.tasks import arithmetic
+from jaxpg.tasks import arithmetic, wordy
 
 EVALUATION_BATCH = 256
+FAMILIES = {"arithmetic": arithmetic, "wordy": wordy}
 
 # Options that change where and how a run is done, but not its results.
 NOT_IDENTITY = ("run_dir", "resume", "stop_after", "mesh", "num_microbatches", "checkpoint_every", "warm_start")
@@ -22,6 +24,7 @@ NOT_IDENTITY = ("run_dir", "resume", "stop_after", "mesh", "num_microbatches", "
 SMOKE = {
     "batch_size": 64,
     "group_size": 4,
+    "num_microbatches": 1,
     "rl_steps": 2,
     "warmup_steps": 2,
     "warmup_batch_size": 32,
@@ -57,7 +60,8 @@ class Common:
 class Config(Common):
     """Options of every rung: a small model, sums, a warm-up."""
 
-    level: int = 2  # difficulty of the sums, 1 to 5
+    task: Literal["arithmetic", "wordy"] = "arithmetic"  # wordy: answers may trail off in dots
+    level: int = 2  # difficulty of the problems, 1 to 5
     levels: tuple[int, ...] = ()  # several difficulties in turn, in place of --level
     spare: int = 0  # tokens a completion may have beyond the longest right one
     warmup_steps: int = 600  # at most; the warm-up ends when the model is mediocre
@@ -75,6 +79,7 @@ class Task(NamedTuple):
     score: Callable[[Any, str], float]  # (problem, completion) -> reward
     max_new_tokens: int
     render: Callable[[Sequence[Any]], list[str]] = lambda problems: [problem.prompt for problem in problems]
+    measures: Mapping[str, Callable[[Any, str], float]] = {}  # what evaluations tell besides the mean score
 
 
 class Run(NamedTuple):
@@ -97,56 +102,77 @@ class Run(NamedTuple):
         return self.task.max_new_tokens
 
 
-def arithmetic_task(levels: Sequence[int], *, spare: int = 0) -> Task:
-    """Sums of these levels in turn; the budget is the longest answer, a stop token and some `spare` tokens."""
+def leveled_task(levels: Sequence[int], *, family: ModuleType = arithmetic, spare: int = 0, measures=()) -> Task:
+    """Problems of these levels in turn; the budget is the longest answer, a stop token and some `spare` tokens.
+
+    Args:
+      levels: of the family.
+      family: a module with problem, held_out_set, score and longest_answer, as `tasks.arithmetic` and `tasks.steps`.
+      spare: tokens.
+      measures: see `Task`.
+    """
 
     def problems(seed: int, start: int, count: int):
         n = len(levels)
-        return [arithmetic.problem(seed, i // n, level=levels[i % n]) for i in range(start, start + count)]
+        return [family.problem(seed, i // n, level=levels[i % n]) for i in range(start, start + count)]
 
     def held_out(count: int):
-        sets = [arithmetic.held_out_set(-(-count // len(levels)), level=level) for level in levels]
+        sets = [family.held_out_set(-(-count // len(levels)), level=level) for level in levels]
         return [problem for together in zip(*sets, strict=True) for problem in together][:count]
 
     return Task(
         problems=problems,
         held_out=held_out,
-        score=lambda problem, text: arithmetic.score(problem, text),  # looked up late, so that it can be replaced
-        max_new_tokens=max(len(arithmetic.longest_answer(level)) for level in levels) + 1 + spare,
+        score=lambda problem, text: family.score(problem, text),  # looked up late, so that it can be replaced
+        max_new_tokens=max(len(family.longest_answer(level)) for level in levels) + 1 + spare,
+        measures=dict(measures),
     )
 
 
-def prepare(config: Config, *, name: str) -> Run:
+def prepare(config: Config, *, name: str, family: ModuleType | None = None, measures=()) -> Run:
     """Checks every option of a rung before anything is compiled or written, and opens the folder of its run.
 
     Args:
       config: the options.
       name: of the experiment, for its title and its folder.
+      family: whose problems they are, in place of --task; see `leveled_task`, it has ALPHABET and longest_prompt too.
+      measures: what evaluations tell besides accuracy, see `Task`.
 
     Raises:
       ValueError: naming the option that is wrong, its value and the remedy.
     """
     c = dataclasses.replace(config, **SMOKE) if config.smoke else config
-    levels = c.levels or (c.level,)
+    levels, family = c.levels or (c.level,), family or FAMILIES[c.task]
     if c.spare < 0:
         raise ValueError(f"--spare={c.spare}: must be at least 0")
-    task = arithmetic_task(levels, spare=c.spare)
-    tokenizer = characters(arithmetic.ALPHABET)
-    prompt_length = max(len(arithmetic.longest_prompt(level)) for level in levels)
-    model = Model(
-        ModelConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            num_layers=1 if c.smoke else 2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            mlp_size=192,
-            tie_embeddings=False,  # what a digit means in a prompt and in an answer are two things
-            max_length=prompt_length + task.max_new_tokens,
-        )
-    )
+    task = leveled_task(levels, family=family, spare=c.spare, measures=measures)
+    tokenizer = characters(family.ALPHABET)
+    prompt_length = max(len(family.longest_prompt(level)) for level in levels)
+    model = Model(small_model(len(tokenizer), max_length=prompt_length + task.max_new_tokens, smoke=c.smoke))
     return open_run(c, name=name, model=model, tokenizer=tokenizer, task=task, prompt_length=prompt_length)
+
+
+def small_model(vocab_size: int, *, max_length: int, smoke: bool = False, **more) -> ModelConfig:
+    """Describes a model that learns sums within minutes on a CPU, half as deep where it need not learn anything.
+
+    Args:
+      vocab_size: of its tokenizer.
+      max_length: tokens of a prompt and its completion.
+      smoke: to see that everything runs.
+      **more: fields of `models.Config`.
+    """
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        num_layers=1 if smoke else 2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_size=192,
+        tie_embeddings=False,  # what a digit means in a prompt and in an answer are two things
+        max_length=max_length,
+        **more,
+    )
 
 
 def open_run(

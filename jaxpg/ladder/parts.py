@@ -17,7 +17,7 @@ from jaxpg.objective import Policy
 from jaxpg.sampling import generate, sample
 from jaxpg.train_state import Trainable
 from jaxpg.types import Experience
-from jaxpg.update import adamw, make_update
+from jaxpg.update import LossFn, adamw, make_update
 
 DEMONSTRATIONS, PROMPTS, VALIDATION = range(3)
 
@@ -46,10 +46,22 @@ def prompts(run: Run) -> Callable[[int], loop.Prompts]:
     return draw
 
 
-def sampler(run: Run, *, samples_per_prompt: int | None = None, temperature: float | None = None, **options):
+def sampler(
+    run: Run,
+    *,
+    acting: Callable[[dict], dict] = lambda params: params,
+    samples_per_prompt: int | None = None,
+    temperature: float | None = None,
+    **options,
+):
     """The sampler (params, tokens, mask, key) -> Rollout; default `group_size` samples, as in training.
 
-    **options go to `sampling.sample`.
+    Args:
+      run: its model and sizes.
+      acting: makes the parameters that sample of those given, e.g. `ladder.acting` where there is a critic beside them.
+      samples_per_prompt: in place of the group size.
+      temperature: in place of that of training.
+      **options: of `sampling.sample`.
     """
     c = run.config
     draw = partial(
@@ -61,7 +73,8 @@ def sampler(run: Run, *, samples_per_prompt: int | None = None, temperature: flo
         temperature=c.temperature if temperature is None else temperature,
         **options,
     )
-    return draw if run.driven else jax.jit(draw, out_shardings=sharding.rows(run.mesh))
+    draw = draw if run.driven else jax.jit(draw, out_shardings=sharding.rows(run.mesh))
+    return lambda params, *rest: draw(acting(params), *rest)
 
 
 def make_greedy(run: Run) -> Callable:
@@ -75,6 +88,12 @@ def make_greedy(run: Run) -> Callable:
         return evaluate.complete(generate, problems, batch=run.evaluation_batch)
 
     return greedy
+
+
+def measure(run: Run, problems, texts) -> dict[str, float]:
+    """The accuracy of completions, and what else the task measures, as means over them."""
+    measures = {"accuracy": run.task.score, **run.task.measures}
+    return {name: evaluate.accuracy(function, problems, texts) for name, function in measures.items()}
 
 
 def scorer(run: Run) -> Callable[..., loop.Scores]:
@@ -116,8 +135,12 @@ def to_batch(run: Run, algorithm: algorithms.Algorithm):
 
 
 def schedule(c: Common, learning_rate: float) -> optax.Schedule:
-    """A short rise and a cosine down to a twentieth, over all updates of the phase."""
-    updates = c.rl_steps * c.epochs * c.minibatches
+    """`rise_and_fall` over all updates of the phase."""
+    return rise_and_fall(learning_rate, updates=c.rl_steps * c.epochs * c.minibatches)
+
+
+def rise_and_fall(learning_rate: float, *, updates: int) -> optax.Schedule:
+    """A short rise and a cosine down to a twentieth."""
     return optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup_steps=updates // 15, decay_steps=updates, end_value=0.05 * learning_rate
     )
@@ -148,14 +171,28 @@ def start(
     """
     c = run.config
     policy = actor(run.model, temperature=c.temperature) if policy is None else policy
-    rate = schedule(c, c.rl_learning_rate) if learning_rate is None else learning_rate
-    optimizer = adamw(rate, b2=0.99) if optimizer is None else optimizer
+    if optimizer is None:
+        optimizer = adamw(schedule(c, c.rl_learning_rate) if learning_rate is None else learning_rate, b2=0.99)
+    loss_fn = algorithms.make_loss_fn(algorithm, policy)
+    return start_loss(run, loss_fn, params, optimizer=optimizer, trainable=trainable, kl_coef=kl_coef)
+
+
+def start_loss(
+    run: Run,
+    loss_fn: LossFn,
+    params,
+    *,
+    optimizer: optax.GradientTransformation,
+    trainable: Trainable | None = None,
+    kl_coef: float = 0.0,
+):
+    """Does what `start` does for any loss function of `update.make_update`."""
+    c = run.config
 
     def init(params):  # of copies: the state's arrays are donated
         own, key = jax.tree.map(jnp.copy, params), jax.random.key(c.seed)
         return train_state.init(own, optimizer, key, kl_coef=kl_coef, trainable=trainable)
 
-    loss_fn = algorithms.make_loss_fn(algorithm, policy)
     update = make_update(loss_fn, optimizer, num_microbatches=c.num_microbatches, trainable=trainable)
     places = sharding.shardings(run.mesh, jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=places)(params), compiled(run, update, places)

@@ -1,25 +1,21 @@
 """The two phases of a run: supervised until the model is mediocre, then rewards only."""
 
-import json
 import time
 from collections.abc import Callable
 
 import jax
 
-from jaxpg import algorithms, evaluate, loop, run_folder, sharding, train_state
+from jaxpg import algorithms, loop, run_folder, sharding, train_state
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.data import encode_demonstrations
 from jaxpg.ladder import summary
+from jaxpg.ladder.comparison import read_config
 from jaxpg.ladder.config import EVALUATION_BATCH, Run
-from jaxpg.ladder.parts import DEMONSTRATIONS, VALIDATION, start, stream
+from jaxpg.ladder.parts import DEMONSTRATIONS, VALIDATION, measure, start, stream
 from jaxpg.ladder.policies import actor
 from jaxpg.ladder.session import Session
 
 CHECK_EVERY = 5  # steps of the warm-up between two looks at its accuracy
-
-
-def accuracy(run: Run, problems, texts) -> float:
-    return evaluate.accuracy(run.task.score, problems, texts)
 
 
 def warm_up(session: Session) -> dict:
@@ -55,8 +51,9 @@ def warm_up(session: Session) -> dict:
     def on_step(state, done, row):
         nonlocal found
         if done % CHECK_EVERY == 0:
-            found = accuracy(run, validation, greedy(state.params, validation))
-            session.writer.write({"phase": "warmup_check", "step": done, "accuracy": found})
+            told = measure(run, validation, greedy(state.params, validation))
+            session.writer.write({"phase": "warmup_check", "step": done, **told})
+            found = told["accuracy"]
         session.progress.update(bar, completed=done, numbers=f"loss {row['loss']:.3f}  accuracy {found:.2f}")
         session.stop.count()
         return found >= c.warmup_accuracy
@@ -69,13 +66,11 @@ def warm_up(session: Session) -> dict:
 def _taken_over(run: Run, like: train_state.TrainState) -> dict:
     """The warm-up of another run, if its options are the same."""
     folder, c = run.config.warm_start, run.config
-    path = folder / "config.json"
-    if not path.exists():
+    if not (folder / "config.json").exists():
         raise ValueError(f"--warm-start={folder} is not the folder of a run: it has no config.json")
-    there, here = json.loads(path.read_text()), run_folder.config_dict(c)
-    names = [
-        name for name in here if name in ("seed", "level", "levels", "spare", "smoke") or name.startswith("warmup_")
-    ]
+    there, here = read_config(folder), run_folder.config_dict(c)
+    own = ("seed", "task", "level", "levels", "spare", "smoke")
+    names = [name for name in here if name in own or name.startswith("warmup_")]
     differing = [
         f"{name} is {there.get(name)} there, {here[name]} here" for name in names if there.get(name) != here[name]
     ]
@@ -109,14 +104,13 @@ def fit(
     journal, greedy = session.journal("rl"), session.greedy
     before = greedy(acting(state.params), run.held_out)
     if journal.checkpointer.latest is None:  # else the row stands in the file already
-        found = accuracy(run, run.held_out, before)
-        session.writer.write({"phase": "evaluation", "step": 0, "accuracy": found})
+        session.writer.write({"phase": "evaluation", "step": 0, **measure(run, run.held_out, before)})
     bar = session.progress.add_task(f"rewards only, {run.name}", total=c.rl_steps, numbers="")
 
     def on_step(state, done, row):
         if done % c.evaluate_every == 0:
-            found = accuracy(run, run.held_out, greedy(acting(state.params), run.held_out))
-            session.writer.write({"phase": "evaluation", "step": done, "accuracy": found})
+            told = measure(run, run.held_out, greedy(acting(state.params), run.held_out))
+            session.writer.write({"phase": "evaluation", "step": done, **told})
         speed = row["completion_tokens"] / row["seconds_sample"]
         session.progress.update(bar, completed=done, numbers=f"reward {row['reward']:.2f}  {speed:,.0f} tokens/s")
         session.stop.count()

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jaxpg import logprobs
 from jaxpg.models import Model, heads
 from jaxpg.objective import Policy
-from jaxpg.types import Array, Rollout
+from jaxpg.types import Array, Batch, Rollout
 
 
 def actor(model: Model, *, temperature: float) -> Policy:
     """Maps (params, batch) to the log-probs of its tokens and the entropy at each, at the sampler's temperature."""
 
     def policy(params, batch):
-        logits = model.logits(params, batch.tokens, batch.token_mask)
+        logits = model.logits(params, batch.tokens, batch.token_mask, batch.documents)
         log_probs = logprobs.token_log_probs(logits, batch.tokens, temperature=temperature)
         return log_probs, logprobs.entropy(logits, temperature=temperature)
 
@@ -24,6 +24,11 @@ def with_critic(model: Model, params: dict, key: Array) -> dict:
     """Parameters of an actor and of a critic that starts as a copy of it, with a head that says 0."""
     critic = {"trunk": jax.tree.map(jnp.copy, params), "head": heads.init(key, model.config.hidden_size)}
     return {"actor": params, "critic": critic}
+
+
+def acting(params: dict) -> dict:
+    """The actor's share of the parameters of `with_critic`: what samples, and what is evaluated."""
+    return params["actor"]
 
 
 def actor_critic(model: Model, *, temperature: float) -> Policy:
@@ -51,5 +56,9 @@ def values(run):
 def reference(run, params: dict):
     """Builds (state, rollout) -> the log-probs [B, T] of a policy that stays as it is, for `experience`."""
     frozen, act = jax.tree.map(jnp.copy, params), actor(run.model, temperature=run.config.temperature)
-    log_probs = jax.jit(lambda params, rollout: act(params, rollout)[0])
+
+    @jax.jit
+    def log_probs(params, rollout: Rollout) -> Array:
+        return act(params, Batch(rollout.tokens, rollout.token_mask, rollout.action_mask))[0]
+
     return lambda _, rollout: log_probs(frozen, rollout)

@@ -2,7 +2,9 @@
 
 import jax
 
-from jaxpg import evaluate, metrics, report, run_folder
+from jaxpg import report, run_folder
+from jaxpg.ladder.comparison import columns, read_phases
+from jaxpg.ladder.parts import measure
 from jaxpg.ladder.session import Session
 from jaxpg.models import num_parameters
 
@@ -10,17 +12,19 @@ from jaxpg.models import num_parameters
 def conclude(session: Session, before: list[str], after: list[str], *, seconds: float) -> None:
     """Sums up a run from its metrics, and from the held-out completions before and after."""
     run, c, console = session.run, session.run.config, session.console
-    rows = metrics.read_jsonl(c.run_dir / "metrics.jsonl")
-    warmup, rl, checks, evaluations = (
-        [row for row in rows if row["phase"] == phase] for phase in ("warmup", "rl", "warmup_check", "evaluation")
-    )
+    phases = ("warmup", "rl", "warmup_check", "evaluation")
+    warmup, rl, checks, evaluations = read_phases(c.run_dir, phases)
     by_phase = {"warm-up": sum(row["seconds_update"] for row in warmup)} if warmup else {}
     by_phase |= {f"RL, {name}": sum(row[f"seconds_{name}"] for row in rl) for name in ("sample", "score", "update")}
+    held_out = {
+        f"{name}_{when}": value
+        for when, texts in (("before", before), ("after", after))
+        for name, value in measure(run, run.held_out, texts).items()
+    }
     found = {
         "name": run.name,
         "seed": c.seed,
-        "accuracy_before": evaluate.accuracy(run.task.score, run.held_out, before),
-        "accuracy_after": evaluate.accuracy(run.task.score, run.held_out, after),
+        **held_out,
         "seconds": seconds,
         "seconds_by_phase": by_phase,
         "sampled_tokens_per_second": sum(row["completion_tokens"] for row in rl) / by_phase["RL, sample"],
@@ -31,12 +35,12 @@ def conclude(session: Session, before: list[str], after: list[str], *, seconds: 
     run_folder.write_json(c.run_dir / "summary.json", found)
     curves = {"warm-up": {"accuracy, training problems": columns(checks, "accuracy")}} if checks else {}
     curves |= {
-        "rewards only": {"reward": columns(rl, "reward"), "accuracy, held out": columns(evaluations, "accuracy")}
+        "rewards only": {"reward": columns(rl, "reward")}
+        | {f"{name}, held out": columns(evaluations, name) for name in ("accuracy", *run.task.measures)}
     }
     report.draw_curves(c.run_dir / "curves.png", curves, title=f"{run.name}, seed {c.seed}")
 
-    figures = [("held-out accuracy before RL", f"{found['accuracy_before']:.3f}")]
-    figures += [("held-out accuracy after RL", f"{found['accuracy_after']:.3f}")]
+    figures = [(f"held-out {name.replace('_', ' ')} RL", f"{value:.3f}") for name, value in held_out.items()]
     figures += [(f"seconds, {name}", f"{value:.1f}") for name, value in by_phase.items()]
     figures += [("seconds, this process in all", f"{found['seconds']:.1f}")]
     figures += [("sampled tokens/s", f"{found['sampled_tokens_per_second']:,.0f}")]
@@ -53,8 +57,3 @@ def conclude(session: Session, before: list[str], after: list[str], *, seconds: 
 def shorten(text: str, most: int = 300) -> str:
     """The end of a long text."""
     return text if len(text) <= most else "…" + text[-most:]
-
-
-def columns(rows: list[dict], name: str) -> tuple[list, list]:
-    """The x and y of a curve."""
-    return [row["step"] for row in rows], [row[name] for row in rows]

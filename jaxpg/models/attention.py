@@ -24,7 +24,9 @@ class Past(NamedTuple):
     positions: Array  # [b, S] int32
 
 
-def attend(config: Config, queries: Array, keys: Array, values: Array, positions, token_mask, is_local) -> Array:
+def attend(
+    config: Config, queries: Array, keys: Array, values: Array, positions, token_mask, is_local, documents=None
+) -> Array:
     """Causal attention of a sequence to itself, through the kernel that `config.attention` names.
 
     Args:
@@ -34,14 +36,17 @@ def attend(config: Config, queries: Array, keys: Array, values: Array, positions
       positions: [B, T] int32, counting real tokens.
       token_mask: [B, T] bool. A masked query sees only itself or other masked tokens: finite, meaningless.
       is_local: [] bool, whether this layer sees a window.
+      documents: [B, T] int32, from 0: a token sees those of the same number; None: all of its row.
 
     Returns:
       [B, T, H, D].
     """
     if config.attention == "splash":
-        return _splash(config, queries, keys, values, token_mask, is_local)
+        return _splash(config, queries, keys, values, token_mask, is_local, documents)
     length = queries.shape[1]
     mask = jnp.tril(jnp.ones((length, length), bool)) & token_mask[:, None, :]
+    if documents is not None:
+        mask &= documents[:, None, :] == documents[:, :, None]
     if config.window is not None:
         mask &= _inside(config, positions[:, None, :], positions[:, :, None], is_local)
     # A masked query sees only itself: some key is always visible, so no softmax is over nothing.
@@ -129,7 +134,7 @@ def _with_softcap(config: Config, queries, keys, values, mask) -> Array:
     return jnp.einsum("bkrts,bskd->btkrd", weights, values).reshape(rows, length, heads, dim)
 
 
-def _splash(config: Config, queries, keys, values, token_mask, is_local) -> Array:
+def _splash(config: Config, queries, keys, values, token_mask, is_local, documents) -> Array:
     """Splash attention: block-sparse flash attention in Pallas, which never holds the [T, T] scores.
 
     Windows are counted in columns, so padding may stand left or right of a sequence, but not inside it.
@@ -140,7 +145,8 @@ def _splash(config: Config, queries, keys, values, token_mask, is_local) -> Arra
     def prepare(x):  # [B, T, H, D] -> [B, H, T padded to whole blocks, D]
         return jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
 
-    segments = jnp.pad(token_mask, ((0, 0), (0, pad))).astype(jnp.int32)
+    own = token_mask if documents is None else jnp.where(token_mask, documents + 1, 0)
+    segments = jnp.pad(own, ((0, 0), (0, pad))).astype(jnp.int32)
     arguments = (prepare(queries * jnp.asarray(config.score_scale, queries.dtype)), prepare(keys), prepare(values))
 
     def run(window):

@@ -26,6 +26,7 @@ class Place(NamedTuple):
     past_masks: Sequence[Array] = ()  # [b, S] bool of each cache; the last is the rows' own, these tokens among it
     past_positions: Sequence[Array] = ()  # [b, S] int32
     slot: Array | None = None  # [] int32, where in the rows' own cache the tokens go
+    documents: Array | None = None  # [B, N] int32, tokens see those of the same number; None: all of their row
 
 
 class RMSNorm(nn.Module):
@@ -134,7 +135,7 @@ class Attention(Layer):
             ]
             attended = attend_past(c, queries, place.positions, parts, is_local)
         else:
-            attended = attend(c, queries, keys, values, place.positions, place.mask, is_local)
+            attended = attend(c, queries, keys, values, place.positions, place.mask, is_local, place.documents)
         out_shape = (c.num_heads, c.head_dim, c.hidden_size)
         (out,) = self.project(("out",), attended, (out_shape,), back(c, 2), inputs=2)
         return out, (keys, values)

@@ -79,29 +79,34 @@ class Model:
         """Draws float32 parameters as a plain nested dict."""
         return _init(self, key)
 
-    def hidden(self, params, tokens: Array, token_mask: Array) -> Array:
+    def hidden(self, params, tokens: Array, token_mask: Array, documents: Array | None = None) -> Array:
         """Runs the whole sequence; padding may stand anywhere.
 
         Args:
           params: from `init`.
           tokens: [B, T] int32.
           token_mask: [B, T] bool, real tokens. Positions count real tokens only.
+          documents: [B, T] int32, from 0, where rows hold several (`data.pack`): adjacent tokens with the same number
+            are a document. Tokens see their own one alone, and positions restart with each. Nothing predicts the first
+            token of a document: what stands at the index before it speaks about the document before.
 
         Returns:
           [B, T, E] in the compute dtype. A masked position repeats the last real token before it, so that index t − 1
           speaks about the token at t wherever padding stands; in front of a row's first token it means nothing.
         """
-        hidden, _ = self._forward(params, tokens, token_mask)
         latest = jax.lax.cummax(jnp.where(token_mask, jnp.arange(tokens.shape[1]), 0), axis=1)
+        if documents is not None:  # padding belongs to the document before it
+            documents = jnp.take_along_axis(documents, latest, axis=1)
+        hidden, _ = self._forward(params, tokens, token_mask, documents)
         return jnp.take_along_axis(hidden, latest[..., None], axis=1)
 
     def unembed(self, params, hidden: Array) -> Array:
         """Maps hidden states [..., E] to next-token logits [..., V], float32."""
         return self._module.apply(_variables(params), hidden, method="unembed")
 
-    def logits(self, params, tokens: Array, token_mask: Array) -> Array:
+    def logits(self, params, tokens: Array, token_mask: Array, documents: Array | None = None) -> Array:
         """Next-token logits [B, T, V], float32; index t predicts token t + 1. Arguments as in `hidden`."""
-        return self.unembed(params, self.hidden(params, tokens, token_mask))
+        return self.unembed(params, self.hidden(params, tokens, token_mask, documents))
 
     def prefill(self, params, prompts: Array, prompt_mask: Array, *, samples_per_prompt: int, slots: int):
         """Runs each prompt once and opens a cache for its samples.
@@ -161,8 +166,9 @@ class Model:
         hidden, cache = self.extend(params, tokens[:, None], token_mask[:, None], cache)
         return self.unembed(params, hidden[:, 0]), cache
 
-    def _forward(self, params, tokens: Array, token_mask: Array):
-        return self._scanned(params, tokens, Place(count(token_mask), token_mask))
+    def _forward(self, params, tokens: Array, token_mask: Array, documents: Array | None = None):
+        place = Place(count(token_mask, documents), token_mask, documents=documents)
+        return self._scanned(params, tokens, place)
 
     def _scanned(self, params, tokens: Array, place: Place, past=()):
         return self._module.apply(_variables(params), tokens, place, past)
@@ -233,9 +239,14 @@ def _as_matrix(kernel: Array, inputs: int) -> Array:
     return kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
 
 
-def count(token_mask: Array) -> Array:
-    """Positions [B, T] int32 of the real tokens: 0 for a row's first."""
-    return jnp.maximum(jnp.cumsum(token_mask, axis=1, dtype=jnp.int32) - 1, 0)
+def count(token_mask: Array, documents: Array | None = None) -> Array:
+    """Positions [B, T] int32 of the real tokens: 0 for the first of a row, or of each document in it."""
+    through = jnp.cumsum(token_mask, axis=1, dtype=jnp.int32)
+    if documents is None:
+        return jnp.maximum(through - 1, 0)
+    begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))
+    before = jax.lax.cummax(jnp.where(begins, through - token_mask, 0), axis=1)
+    return jnp.maximum(through - 1 - before, 0)
 
 
 def _variables(params: dict) -> dict:

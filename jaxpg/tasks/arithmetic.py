@@ -6,6 +6,7 @@ the same sum with its operands swapped.
 """
 
 import dataclasses
+from functools import partial
 
 from jaxpg.tasks import draws
 
@@ -70,17 +71,7 @@ def held_out_set(count: int, *, level: int = 2, seed: int = 0) -> list[Problem]:
     Raises:
       ValueError: if the level has fewer.
     """
-    found: dict[str, Problem] = {}
-    index = last_new = 0
-    while len(found) < count:
-        drawn = problem(seed, index, level=level, held_out=True)
-        last_new = last_new if drawn.prompt in found else index
-        found.setdefault(drawn.prompt, drawn)
-        index += 1
-        # The last of n problems turns up after n draws on average: after 20·n in vain there is none.
-        if index - last_new > 20 * len(found) + 100:
-            raise ValueError(f"count={count}: level={level} holds out only {len(found)} problems, ask for fewer")
-    return list(found.values())
+    return draws.held_out_set(partial(problem, seed, level=level, held_out=True), count, of=f"level={level}")
 
 
 def is_held_out(operator: str, operands: tuple[int, ...]) -> bool:

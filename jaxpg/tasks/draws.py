@@ -1,7 +1,8 @@
 """Random draws as pure functions of a text, the same on every machine and in every version of Python."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,30 @@ def number(text: str) -> int:
 def is_held_out(text: str) -> bool:
     """Says whether the problem that a text stands for belongs to the held-out tenth."""
     return number(f"split/{text}") % 10 == 0
+
+
+def held_out_set(draw: Callable[[int], Any], count: int, *, of: str) -> list:
+    """Takes draw(0), draw(1), … until `count` problems of different prompts are found.
+
+    Args:
+      draw: index -> a held-out problem, with a `prompt`.
+      count: how many.
+      of: what holds them out, for the error.
+
+    Raises:
+      ValueError: if there are fewer.
+    """
+    found: dict[str, Any] = {}
+    index = last_new = 0
+    while len(found) < count:
+        drawn = draw(index)
+        last_new = last_new if drawn.prompt in found else index
+        found.setdefault(drawn.prompt, drawn)
+        index += 1
+        # The last of n problems turns up after n draws on average: after 20·n in vain there is none.
+        if index - last_new > 20 * len(found) + 100:
+            raise ValueError(f"count={count}: {of} holds out only {len(found)} problems, ask for fewer")
+    return list(found.values())
 
 
 def rows(size: int, seed: int, start: int, count: int) -> list[int]:

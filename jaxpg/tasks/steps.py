@@ -8,6 +8,7 @@ responses.
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -72,9 +73,7 @@ def problem(seed: int, index: int, *, level: int = 1, held_out: bool = False) ->
     Raises:
       ValueError: for a level that does not exist.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level={level}: choose among {', '.join(map(str, LEVELS))}")
-    shape, attempt = LEVELS[level], 0
+    shape, attempt = _shape(level), 0
     while True:  # the split is decided by the problem, so draw until one falls into the wanted side
         text = f"steps/{level}/{seed}/{index}/{attempt}"
         operands = [draws.number(f"{text}/{i}") % 10**shape.digits for i in range(shape.terms)]
@@ -88,9 +87,33 @@ def problems(seed: int, start: int, count: int, *, level: int = 1, held_out: boo
     return [problem(seed, start + i, level=level, held_out=held_out) for i in range(count)]
 
 
+def held_out_set(count: int, *, level: int = 1, seed: int = 0) -> list[Problem]:
+    """Draws `count` different held-out problems.
+
+    Raises:
+      ValueError: if the level has fewer.
+    """
+    return draws.held_out_set(partial(problem, seed, level=level, held_out=True), count, of=f"level={level}")
+
+
+def longest_prompt(level: int) -> str:
+    """Returns a prompt of the greatest length that a level can ask."""
+    return _longest(level).prompt
+
+
+def longest_answer(level: int) -> str:
+    """Returns an answer of the greatest length that a level can have."""
+    return _longest(level).answer
+
+
 def score(problem: Problem, completion: str) -> float:
     """Returns 1.0 if the last step is the whole sum and every step before it is right, else 0.0."""
     return float(completion == problem.answer)
+
+
+def right_steps(problem: Problem, completion: str) -> float:
+    """Returns the share of the problem's steps that are right, each by itself: what `check` rewards in all."""
+    return sum(step.reward for step in check(problem, completion))
 
 
 def check(problem: Problem, completion: str) -> list[Step]:
@@ -161,6 +184,17 @@ def _place(problem: Problem, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray
 def _rewards(problem: Problem, texts: list[str]) -> list[float]:
     right = [text.rstrip(DELIMITER) == step for text, step in zip(texts, problem.steps, strict=False)]
     return [1.0 / len(problem.steps) if i < len(right) and right[i] else 0.0 for i in range(len(texts))]
+
+
+def _shape(level: int) -> Level:
+    if level not in LEVELS:
+        raise ValueError(f"level={level}: choose among {', '.join(map(str, LEVELS))}")
+    return LEVELS[level]
+
+
+def _longest(level: int) -> Problem:
+    shape = _shape(level)
+    return _state([10**shape.digits - 1] * shape.terms, level)
 
 
 def _state(operands: list[int], level: int) -> Problem:

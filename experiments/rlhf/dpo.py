@@ -1,0 +1,91 @@
+"""DPO on the pairs of step 2: no reward model, no sampling, one supervised loss.
+
+    python experiments/rlhf/dpo.py                       # after sft.py and reward_model.py, beside ppo.py
+
+Rafailov et al. 2023, equation 7. The policy's log-ratio to the reference, times β, is a reward in itself; it is fitted
+to the same pairs by the same likelihood as the reward model. β says how far from the reference the policy may go.
+
+With seed 0 the true reward was 2.8 at 2.0 nats (SFT 1.8, PPO 3.0 at 3.0 nats), with more right answers than PPO's: 0.69
+against 0.40. The pairs were drawn from the reference and stay
+as they are: the policy is never told about completions that only it writes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpg import checks, cli, ladder, loop, preference, rlhf
+from jaxpg.types import Weighted
+from jaxpg.update import adamw
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(rlhf.Config):
+    """Options of DPO."""
+
+    steps: int = 200
+    batch_size: int = 128  # pairs
+    learning_rate: float = 3e-4
+    beta: float = 0.3
+    label_smoothing: float = 0.0
+
+
+def prepare(config: Config) -> rlhf.Run:
+    """Checks the options before anything is compiled or written."""
+    checks.positive("--beta", config.beta)
+    return rlhf.prepare(config, step="dpo", after=("sft", "reward_model"))
+
+
+def completion_log_probs(run: rlhf.Run):
+    """Builds (params, batch [N, 2, T]) -> log π of each completion [N, 2]."""
+    log_probs = ladder.actor(run.model, temperature=run.config.temperature)
+
+    def of(params, batch):
+        rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), dataclasses.replace(batch, kl_coef=None))
+        summed = preference.sequence_log_probs(log_probs(params, rows)[0], rows.action_mask)
+        return summed.reshape(batch.tokens.shape[:2])
+
+    return of
+
+
+def loss_fn(run: rlhf.Run):
+    """The mean of −log σ(β·(log-ratio of the chosen − log-ratio of the rejected)) over pairs."""
+    c, of, reference = run.config, completion_log_probs(run), run.params
+
+    def loss(params, batch):
+        ours, theirs = of(params, batch), jax.lax.stop_gradient(of(reference, batch))
+        per_pair, aux = preference.dpo(*ours.T, *theirs.T, beta=c.beta, label_smoothing=c.label_smoothing)
+        count = jnp.float32(len(ours))
+        return Weighted(per_pair.sum(), count), {
+            "accuracy": Weighted(aux["correct"].sum().astype(jnp.float32), count),
+            "chosen_reward": Weighted(aux["chosen_reward"].sum(), count),
+            "rejected_reward": Weighted(aux["rejected_reward"].sum(), count),
+        }
+
+    return loss
+
+
+def train(run: rlhf.Run) -> None:
+    """Learns which completions are preferred, as a policy."""
+    c, before = run.config, run.config.run_dir / "reward_model"
+    with rlhf.session(run) as session:
+        pairs = rlhf.read_pairs(before / "pairs.jsonl")
+        optimizer = adamw(ladder.rise_and_fall(c.learning_rate, updates=c.steps), b2=0.99)
+        state, update = ladder.start_loss(run, loss_fn(run), run.params, optimizer=optimizer)
+        step = loop.supervised_step(rlhf.pair_batches(run, pairs), update)
+        state = rlhf.fit(session, step, state, show=("loss", "accuracy"))
+        reward = rlhf.load_reward(run, before)
+        found = rlhf.evaluate(run, state.params, reward=reward, reference=run.params)
+        found = rlhf.leave(session, found, params=state.params)
+    last = session.rows[-1]
+    rlhf.compare(session, {"SFT": rlhf.summary(run, "sft"), "DPO": found})
+    session.console.print(
+        f"Its implicit reward ended at {last['chosen_reward']:.2f} for the chosen completions and at "
+        f"{last['rejected_reward']:.2f} for the rejected ones, and agreed with {last['accuracy']:.0%} "
+        f"of the last labels. {found['seconds']:.0f} seconds."
+    )
+
+
+if __name__ == "__main__":
+    cli.main(Config, prepare, train, description=__doc__)
