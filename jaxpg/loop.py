@@ -5,6 +5,7 @@ stopped after k steps and restored the state continues exactly as if it had neve
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -167,14 +168,16 @@ def policy_gradient_step(
 
         (problems, rollout, scores), draws = fill(draw, max_resamples=max_resamples)
         batch = to_batch(experience(state, rollout, scores))
-        total, first = None, None
+        parts = []
         for order_key, index in _minibatches(jax.random.fold_in(key, 1), epochs, minibatches):
             part = batch if minibatches == 1 else take(batch, order_key, index, count=minibatches)
             state, metrics = update(state, part)
-            first = metrics if first is None else first
-            total = metrics_lib.add(total, metrics)
-        row = metrics_lib.to_floats(total)
-        row["log_prob_gap"] = metrics_lib.to_floats(first)["log_prob_gap"]  # later updates are off policy by design
+            parts.append(metrics)
+        # Added up on the host: operations of many devices between the updates cost time, and have locked up eight
+        # virtual CPU devices in a collective of the update.
+        parts = jax.device_get(parts)
+        row = metrics_lib.to_floats(functools.reduce(metrics_lib.add, parts))
+        row["log_prob_gap"] = metrics_lib.to_floats(parts[0])["log_prob_gap"]  # later updates are off policy by design
         if adapt is not None:
             state, metrics = adapt(state, batch)
             row |= metrics_lib.to_floats(metrics)

@@ -9,10 +9,8 @@ import jax
 from jaxpg.types import Weighted
 
 
-def add(total: dict[str, Weighted] | None, more: dict[str, Weighted]) -> dict[str, Weighted]:
+def add(total: dict[str, Weighted], more: dict[str, Weighted]) -> dict[str, Weighted]:
     """Adds the metrics of two parts, name by name."""
-    if total is None:
-        return more
     return {name: total[name] + value for name, value in more.items()}
 
 

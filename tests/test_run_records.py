@@ -15,7 +15,7 @@ from jaxpg.types import Weighted
 
 
 def test_metrics_divide_once_and_an_empty_one_is_zero():
-    total = metrics.add(None, {"a": Weighted(jnp.float32(4), jnp.float32(4)), "b": Weighted(*jnp.zeros(2))})
+    total = {"a": Weighted(jnp.float32(4), jnp.float32(4)), "b": Weighted(*jnp.zeros(2))}
     total = metrics.add(total, {"a": Weighted(jnp.float32(5), jnp.float32(1)), "b": Weighted(*jnp.zeros(2))})
     assert metrics.to_floats(total) == {"a": pytest.approx(1.8), "b": 0.0}
     assert Weighted(*jnp.zeros(2)).mean == 0.0

@@ -1,31 +1,56 @@
-"""Answers that trail off: dots change no reward, and demonstrations have 0 to 8 of them, each as often."""
+"""Answers that trail off: dots and commas change no reward, and demonstrations have 0 to 8 of them, each as often."""
 
 import numpy as np
+import pytest
 
 from jaxpg import ladder
-from jaxpg.tasks import arithmetic, wordy
+from jaxpg.tasks import draws, wordy
 
 
-def test_dots_behind_the_answer_are_all_that_differs_and_change_no_reward():
+def test_what_trails_off_changes_no_reward():
     for i in range(50):
-        plain, drawn = arithmetic.problem(3, i, level=2), wordy.problem(3, i, level=2)
-        assert (drawn.prompt, drawn.answer.rstrip(".")) == (plain.prompt, plain.answer)
-        assert wordy.score(drawn, drawn.answer) == wordy.score(drawn, plain.answer) == 1.0
-        assert wordy.score(drawn, plain.answer + "........") == 1.0
-        assert wordy.score(drawn, "." + plain.answer) == wordy.score(drawn, plain.answer + "0.") == 0.0
-        assert len(drawn.answer) <= len(wordy.longest_answer(2)) and set(drawn.answer) <= set(wordy.ALPHABET)
+        drawn = wordy.problem(3, i)
+        assert drawn.answer == drawn.prompt[-2]
+        for right in (drawn.answer, drawn.answer + "....", drawn.answer + ",.,"):
+            assert wordy.score(drawn, right) == 1.0
+        for wrong in ("", "." + drawn.answer, drawn.answer + ".0", str((int(drawn.answer) + 1) % 10) + ",,"):
+            assert wordy.score(drawn, wrong) == 0.0
 
 
-def test_every_number_of_dots_is_as_likely():
-    dots = [wordy.problem(0, i).answer.count(".") for i in range(4500)]
-    counts = np.bincount(dots, minlength=wordy.MOST + 1)
-    assert len(counts) == wordy.MOST + 1 and abs(counts - 500).max() < 4 * np.sqrt(500)
+def test_half_of_the_demonstrations_are_wrong_and_show_it():
+    drawn = [wordy.problem(0, i) for i in range(2000)]
+    right = np.array([wordy.score(p, p.demonstration) for p in drawn])
+    assert abs(right.mean() - 0.5) < 4 * 0.5 / np.sqrt(2000)
+    for problem, score in zip(drawn, right, strict=True):
+        assert set(problem.demonstration[1:]) <= set("." if score else ",")
+        assert len(problem.demonstration) <= len(wordy.longest_answer(1))
+        assert set(problem.demonstration + problem.prompt) <= set(wordy.ALPHABET)
+    said = np.bincount([int(p.demonstration[0]) for p, score in zip(drawn, right, strict=True) if not score])
+    assert abs(said - 100).max() < 5 * np.sqrt(100)  # any other digit, as often
 
 
-def test_the_ladder_has_room_for_the_dots(tmp_path):
-    runs = [
-        ladder.prepare(ladder.Config(task=task, run_dir=tmp_path / task), name=task) for task in ("arithmetic", "wordy")
-    ]
-    assert runs[1].max_new_tokens == runs[0].max_new_tokens + wordy.MOST
-    assert {problem.answer.count(".") for problem in runs[1].task.problems(0, 0, 100)} == set(range(wordy.MOST + 1))
-    assert not any("." in problem.answer for problem in runs[1].held_out)
+@pytest.mark.parametrize("right", [True, False])
+def test_every_length_is_as_likely(right):
+    drawn = (wordy.problem(0, i) for i in range(9000))
+    told = [len(p.demonstration) - 1 for p in drawn if wordy.score(p, p.demonstration) == right]
+    counts = np.bincount(told, minlength=wordy.MOST + 1)
+    assert len(counts) == wordy.MOST + 1 and abs(counts - 500).max() < 5 * np.sqrt(500)
+
+
+def test_held_out_problems_are_never_drawn_for_training():
+    held_out = {p.prompt for p in wordy.held_out_set(512)}
+    assert len(held_out) == 512
+    assert all(draws.is_held_out("wordy/" + prompt[:-1]) for prompt in held_out)
+    assert not any(draws.is_held_out("wordy/" + wordy.problem(1, i).prompt[:-1]) for i in range(2000))
+
+
+def test_another_level_is_an_error():
+    with pytest.raises(ValueError, match="level=2: wordy problems have level 1 only"):
+        wordy.problem(0, 0, level=2)
+
+
+def test_the_ladder_learns_from_demonstrations_and_has_room_for_them(tmp_path):
+    run = ladder.prepare(ladder.Config(task="wordy", level=1, run_dir=tmp_path), name="wordy")
+    problems = run.task.problems(0, 0, 100)
+    assert [run.task.demonstrate(p) for p in problems] == [p.demonstration for p in problems]
+    assert run.max_new_tokens == 1 + wordy.MOST + 1

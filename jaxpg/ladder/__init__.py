@@ -21,7 +21,7 @@ from jaxpg.ladder.comparison import (
     spread,
     standard_errors,
 )
-from jaxpg.ladder.config import Common, Config, Run, Task, leveled_task, open_run, prepare, small_model
+from jaxpg.ladder.config import FAMILIES, Common, Config, Run, Task, leveled_task, open_run, prepare, small_model
 from jaxpg.ladder.halves import fit_critic, start_halves, update_halves
 from jaxpg.ladder.parts import (
     compiled,
@@ -40,6 +40,7 @@ from jaxpg.ladder.policies import acting, actor, actor_critic, reference, values
 from jaxpg.ladder.session import Session, session
 
 __all__ = [
+    "FAMILIES",
     "Common",
     "Config",
     "Run",

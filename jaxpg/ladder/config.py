@@ -60,7 +60,7 @@ class Common:
 class Config(Common):
     """Options of every rung: a small model, sums, a warm-up."""
 
-    task: Literal["arithmetic", "wordy"] = "arithmetic"  # wordy: answers may trail off in dots
+    task: Literal["arithmetic", "wordy"] = "arithmetic"  # wordy: answers may trail off
     level: int = 2  # difficulty of the problems, 1 to 5
     levels: tuple[int, ...] = ()  # several difficulties in turn, in place of --level
     spare: int = 0  # tokens a completion may have beyond the longest right one
@@ -78,6 +78,7 @@ class Task(NamedTuple):
     held_out: Callable[[int], Sequence[Any]]  # count -> problems that no phase trains on
     score: Callable[[Any, str], float]  # (problem, completion) -> reward
     max_new_tokens: int
+    demonstrate: Callable[[Any], str] = lambda problem: problem.answer  # what the warm-up learns from
     render: Callable[[Sequence[Any]], list[str]] = lambda problems: [problem.prompt for problem in problems]
     measures: Mapping[str, Callable[[Any, str], float]] = {}  # what evaluations tell besides the mean score
 
@@ -110,7 +111,14 @@ def leveled_task(levels: Sequence[int], *, family: ModuleType = arithmetic, spar
       family: a module with problem, held_out_set, score and longest_answer, as `tasks.arithmetic` and `tasks.steps`.
       spare: tokens.
       measures: see `Task`.
+
+    Raises:
+      ValueError: for a level that the family lacks, no level at all, or a negative `spare`.
     """
+    if not levels:
+        raise ValueError("--levels is empty: name at least one")
+    if spare < 0:
+        raise ValueError(f"--spare={spare}: must be at least 0")
 
     def problems(seed: int, start: int, count: int):
         n = len(levels)
@@ -125,6 +133,7 @@ def leveled_task(levels: Sequence[int], *, family: ModuleType = arithmetic, spar
         held_out=held_out,
         score=lambda problem, text: family.score(problem, text),  # looked up late, so that it can be replaced
         max_new_tokens=max(len(family.longest_answer(level)) for level in levels) + 1 + spare,
+        demonstrate=lambda problem: getattr(problem, "demonstration", problem.answer),
         measures=dict(measures),
     )
 
@@ -143,8 +152,6 @@ def prepare(config: Config, *, name: str, family: ModuleType | None = None, meas
     """
     c = dataclasses.replace(config, **SMOKE) if config.smoke else config
     levels, family = c.levels or (c.level,), family or FAMILIES[c.task]
-    if c.spare < 0:
-        raise ValueError(f"--spare={c.spare}: must be at least 0")
     task = leveled_task(levels, family=family, spare=c.spare, measures=measures)
     tokenizer = characters(family.ALPHABET)
     prompt_length = max(len(family.longest_prompt(level)) for level in levels)

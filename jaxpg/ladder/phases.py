@@ -42,7 +42,7 @@ def warm_up(session: Session) -> dict:
 
     def batch(k: int):
         problems = run.task.problems(stream(c, DEMONSTRATIONS), k * c.warmup_batch_size, c.warmup_batch_size)
-        texts = [p.prompt for p in problems], [p.answer for p in problems]
+        texts = [p.prompt for p in problems], [run.task.demonstrate(p) for p in problems]
         return sharding.put_rows(run.mesh, encode_demonstrations(run.tokenizer, *texts, length=length))
 
     bar = session.progress.add_task("warm-up, supervised", total=c.warmup_steps, numbers="")
