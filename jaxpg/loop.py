@@ -7,13 +7,13 @@ stopped after k steps and restored the state continues exactly as if it had neve
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxpg import checks
+from jaxpg import checks, faults
 from jaxpg import metrics as metrics_lib
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.dynamic_sampling import Drawn, fill, has_signal, whole_rewards
@@ -25,6 +25,12 @@ from jaxpg.update import take_rows
 Row = dict[str, float]
 Step = Callable[[TrainState, int], tuple[TrainState, Row]]
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict]]
+# What to turn where a device has too little memory.
+SAMPLE_KNOBS = "fewer completions a step (--batch-size), shorter ones (--max-new-tokens), more of --mesh fsdp or tensor"
+UPDATE_KNOBS = (
+    "more --num-microbatches, which changes no result; rematerialisation; log-probs by `logprobs.from_hidden`, which "
+    "keeps no logits; more of --mesh fsdp or tensor"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +41,38 @@ class Journal:
     writer: JsonlWriter
     checkpointer: Checkpointer
     checkpoint_every: int  # in steps
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of what the state depends on but lacks
 
     def restore(self, state: TrainState) -> tuple[TrainState, int, bool]:
         """Returns the newest saved state, how many steps it had done, and whether the phase was over.
 
         Without a checkpoint, the state given, 0 and False.
+
+        Raises:
+          ValueError: if the checkpoint depends on something else than this run, e.g. another reference policy.
         """
         if self.checkpointer.latest is None:
             return state, 0, False
         state, record = self.checkpointer.restore(state)
+        for name, value in self.identity.items():
+            if record["identity"].get(name) != value:
+                raise ValueError(
+                    f"{self.phase}: {name} is {record['identity'].get(name)} in the checkpoint and {value} here: go on "
+                    "with the one that the run began with, or begin anew in another folder"
+                )
+        if not record["finished"]:  # else the rows of later phases follow
+            self.writer.rewind(record["metrics_bytes"])
         return state, record["steps"], record["finished"]
+
+    def save(self, state: TrainState, done: int, *, finished: bool, score: float | None) -> None:
+        """Starts to save what `restore` returns."""
+        record = {
+            "steps": done,
+            "finished": finished,
+            "metrics_bytes": self.writer.offset,
+            "identity": dict(self.identity),
+        }
+        self.checkpointer.save(done, state, record, score=score)
 
 
 def run(
@@ -54,6 +82,8 @@ def run(
     *,
     steps: int,
     on_step: Callable[[TrainState, int, Row], bool | None] = lambda *_: None,
+    evaluate: Callable[[TrainState, int], float | None] = lambda *_: None,
+    max_nonfinite: int = 4,
 ) -> TrainState:
     """Runs a phase to its end, from its newest checkpoint if it has one.
 
@@ -64,19 +94,38 @@ def run(
         checkpointer.
       steps: the number of steps of the phase.
       on_step: called with (state, steps done, row) after each step; True ends the phase early.
+      evaluate: called with (state, steps done) after each step; what it returns is the score of the state, by which
+        the checkpointer keeps the best, None where there is none.
+      max_nonfinite: how many steps in a row may have updates that were skipped since they were not finite.
 
     Returns:
       The last state.
+
+    Raises:
+      faults.Preempted: after SIGTERM, once the step is done and its state is saved; it ends the process with 143.
+      faults.NonFiniteError: after more than `max_nonfinite` such steps.
+      RuntimeError: if a checkpoint could not be written.
+      ValueError: if `max_nonfinite` is below 0.
     """
+    checks.at_least("max_nonfinite", max_nonfinite, 0)
+    streak = faults.Streak(max_nonfinite)
     state, done, finished = journal.restore(state)
-    while not finished and done < steps:
-        state, row = step(state, done)
-        done += 1
-        journal.writer.write({"phase": journal.phase, "step": done, **row})
-        finished = bool(on_step(state, done, row)) or done == steps
-        if finished or done % journal.checkpoint_every == 0:
-            record = {"steps": done, "finished": finished, "metrics_bytes": journal.writer.offset}
-            journal.checkpointer.save(done, state, record)
+    with faults.Preemption() as preemption:
+        while not finished and done < steps:
+            state, row = step(state, done)
+            done += 1
+            journal.writer.write({"phase": journal.phase, "step": done, **row})
+            streak.look(row)
+            score = evaluate(state, done)
+            finished = bool(on_step(state, done, row)) or done == steps
+            preempted = preemption.noticed(done)
+            if finished or preempted or done % journal.checkpoint_every == 0:
+                journal.save(state, done, finished=finished, score=score)
+            else:
+                journal.checkpointer.check()
+            if preempted:
+                journal.checkpointer.wait()
+                raise faults.Preempted(done)
     return state
 
 
@@ -85,10 +134,22 @@ def supervised_step(batch: Callable[[int], Batch], update: Update) -> Step:
 
     def step(state: TrainState, k: int) -> tuple[TrainState, Row]:
         started = time.perf_counter()
-        state, metrics = update(state, batch(k))
-        return state, metrics_lib.to_floats(metrics) | {"seconds_update": time.perf_counter() - started}
+        with faults.memory_advice("updating", UPDATE_KNOBS):
+            state, metrics = update(state, batch(k))
+            row = _sum_up([metrics])
+        return state, row | {"seconds_update": time.perf_counter() - started}
 
     return step
+
+
+def _sum_up(parts: list[dict]) -> Row:
+    """The means over the updates that were made, and how many were skipped.
+
+    They are added up on the host: operations of many devices between the updates cost time, and have locked up eight
+    virtual CPU devices in a collective of the update.
+    """
+    made, skipped = faults.sift(jax.device_get(parts))
+    return metrics_lib.to_floats(functools.reduce(metrics_lib.add, made)) | skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +169,7 @@ class Scores(NamedTuple):
     token_rewards: np.ndarray | None = None  # [B, T] float32, of tokens or steps, besides `rewards`; 0 off actions
     segments: np.ndarray | None = None  # [B, T] int32, the action each token belongs to
     greedy_rewards: np.ndarray | None = None  # [P] float32, of the greedy completions
+    failures: int = 0  # samples on which the scorer failed; they are not valid
 
 
 def policy_gradient_step(
@@ -157,7 +219,8 @@ def policy_gradient_step(
             asked = prompts(k * (1 + max_resamples) + attempt)
             # The order of the rows has key 1.
             drawn_key = jax.random.fold_in(key, attempt + 1 if attempt else 0)
-            sampled = jax.block_until_ready(sample(state.params, asked.tokens, asked.mask, drawn_key))
+            with faults.memory_advice("sampling", SAMPLE_KNOBS):
+                sampled = jax.block_until_ready(sample(state.params, asked.tokens, asked.mask, drawn_key))
             sampled = sampled if isinstance(sampled, tuple) else (sampled,)
             _check_divides(minibatches, sampled[0])
             clock.lap("sample")
@@ -167,16 +230,14 @@ def policy_gradient_step(
             return Drawn(asked.problems, sampled[0], scores)
 
         (problems, rollout, scores), draws = fill(draw, max_resamples=max_resamples)
-        batch = to_batch(experience(state, rollout, scores))
         parts = []
-        for order_key, index in _minibatches(jax.random.fold_in(key, 1), epochs, minibatches):
-            part = batch if minibatches == 1 else take(batch, order_key, index, count=minibatches)
-            state, metrics = update(state, part)
-            parts.append(metrics)
-        # Added up on the host: operations of many devices between the updates cost time, and have locked up eight
-        # virtual CPU devices in a collective of the update.
-        parts = jax.device_get(parts)
-        row = metrics_lib.to_floats(functools.reduce(metrics_lib.add, parts))
+        with faults.memory_advice("updating", UPDATE_KNOBS):
+            batch = to_batch(experience(state, rollout, scores))
+            for order_key, index in _minibatches(jax.random.fold_in(key, 1), epochs, minibatches):
+                part = batch if minibatches == 1 else take(batch, order_key, index, count=minibatches)
+                state, metrics = update(state, part)
+                parts.append(metrics)
+            row = _sum_up(parts)
         row["log_prob_gap"] = metrics_lib.to_floats(parts[0])["log_prob_gap"]  # later updates are off policy by design
         if adapt is not None:
             state, metrics = adapt(state, batch)
@@ -204,6 +265,7 @@ def describe(problems: Sequence[Any], rollout: Rollout, scores: Scores) -> Row:
         "reward": _mean(rewards),
         "reward_std": float(np.ma.filled(rewards.std(), 0.0)),
         "scored": float(np.mean(scores.valid)),
+        "scorer_failures": int(np.sum(getattr(scores, "failures", 0))),
         "zero_variance_groups": float(np.mean(~has_signal(scores))),
         "completion_length": float(lengths.mean()),
         "completion_length_max": float(lengths.max()),

@@ -32,7 +32,13 @@ class JsonlWriter:
         """
         self._file = open(path, "a+b")  # noqa: SIM115 - open as long as the writer
         if offset is not None:
-            self._file.truncate(offset)
+            self.rewind(offset)
+        self._file.seek(0, 2)
+
+    def rewind(self, offset: int) -> None:
+        """Cuts the file after `offset` bytes, if it has more."""
+        self._file.seek(0, 2)
+        self._file.truncate(min(offset, self._file.tell()))
         self._file.seek(0, 2)
 
     @property
@@ -51,5 +57,6 @@ class JsonlWriter:
 
 
 def read_jsonl(path: str | Path) -> list[dict]:
-    """Reads all rows of a JSONL file."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """Reads all rows of a JSONL file; what was not finite is NaN."""
+    rows = (json.loads(line) for line in Path(path).read_text().splitlines())
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

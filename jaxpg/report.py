@@ -73,7 +73,17 @@ def in_words(rows: Sequence[dict]) -> list[str]:
         f"{mean('log_prob_gap'):.1e} a token.",
     ]
     if any(row["scored"] < 1 for row in rows):
-        said.append(f"{1 - mean('scored'):.1%} of the completions had no score: no scorer applied to them.")
+        failed = sum(row["scorer_failures"] for row in rows)
+        said.append(
+            f"{1 - mean('scored'):.1%} of the completions had no score: no scorer applied to them, or it failed, which "
+            f"happened {failed} times."
+        )
+    skipped = [row for row in rows if row["nonfinite_updates"]]
+    if skipped:
+        said.append(
+            f"{sum(row['nonfinite_updates'] for row in skipped)} updates were skipped, in {len(skipped)} steps, since "
+            "their loss or gradient was not finite."
+        )
     if "sampled_groups" in rows[0]:
         said.append(f"{mean('sampled_groups'):.2f} groups were drawn for each one that was kept.")
     return said

@@ -34,7 +34,7 @@ def open_run(run_dir: Path, config: dict, *, resume: bool) -> Path:
                 "or choose another --run-dir"
             )
         return run_dir
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if run_dir.exists() and not (run_dir.is_dir() and all(_is_partial(found) for found in run_dir.iterdir())):
         raise ValueError(f"--run-dir={run_dir} exists and is not the folder of a run: choose another --run-dir")
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(path, config)
@@ -57,6 +57,11 @@ def config_dict(config, *, without: tuple[str, ...] = ()) -> dict:
     """Turns a dataclass of plain values into JSON values, less the fields that do not change the results."""
     plain = {name: value for name, value in dataclasses.asdict(config).items() if name not in without}
     return json.loads(json.dumps(plain, default=str))
+
+
+def _is_partial(path: Path) -> bool:
+    """Says whether a killed process left this half-written."""
+    return path.suffix == ".partial"
 
 
 def _differences(old: dict, new: dict) -> list[str]:

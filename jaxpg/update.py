@@ -54,7 +54,8 @@ def make_update(
         g = Σ_k ∇ total_k / Σ_k weight_k,   k over micro-batches
 
     Totals and weights add up over micro-batches and the division happens once, so the gradient does not depend on
-    how the batch is split, whatever the aggregation.
+    how the batch is split, whatever the aggregation. Where the loss or the gradient is not finite, the update is
+    skipped: the state stays as it is, to the bit.
 
     Args:
       loss_fn: (params, batch) -> (Weighted loss, dict of Weighted metrics). The weight must not depend on params.
@@ -66,7 +67,7 @@ def make_update(
 
     Returns:
       A function to jit, donating its state. Its metrics are those of `loss_fn` and `loss`, `grad_norm` (before
-      clipping) and `update_norm`.
+      clipping), `update_norm` and `nonfinite`, 1 where it was skipped.
 
     Raises:
       ValueError: when the update is traced, if the number of rows is not divisible by `num_microbatches`, nothing is
@@ -88,14 +89,19 @@ def make_update(
         grads, (loss, metrics) = gradient_sum(gradient, trained, batch, num_microbatches)
         scale = jnp.where(loss.weight == 0, 0.0, 1.0 / jnp.where(loss.weight == 0, 1.0, loss.weight))
         grads = jax.tree.map(lambda g: g * scale, grads)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss.total) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-        params = join(optax.apply_updates(trained, updates), frozen)
         metrics = metrics | {
             "loss": loss,
-            "grad_norm": Weighted(optax.tree.norm(grads), jnp.float32(1)),
+            "grad_norm": Weighted(grad_norm, jnp.float32(1)),
             "update_norm": Weighted(optax.tree.norm(updates), jnp.float32(1)),
+            "nonfinite": Weighted(jnp.where(finite, 0.0, 1.0), jnp.float32(1)),
         }
-        return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
+        made = state.step + 1, optax.apply_updates(trained, updates), opt_state
+        kept = state.step, trained, state.opt_state
+        step, trained, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), made, kept)
+        return dataclasses.replace(state, step=step, params=join(trained, frozen), opt_state=opt_state), metrics
 
     return update
 
@@ -190,7 +196,7 @@ def make_kl_adaptation(
 
     def adapt(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         found = gradient_sum(measured, state.params, batch, num_microbatches)
-        coef = controller(state.kl_coef, found.mean)
+        coef = jnp.where(jnp.isfinite(found.mean), controller(state.kl_coef, found.mean), state.kl_coef)
         metrics = {"kl_measured": found, "kl_coef": Weighted(coef, jnp.float32(1))}
         return dataclasses.replace(state, kl_coef=coef), metrics
 

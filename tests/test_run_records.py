@@ -1,16 +1,12 @@
 """What a run leaves behind: metrics, checkpoints, its folder; and evaluation."""
 
-import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from jaxpg import evaluate, metrics, run_folder, sharding, train_state
-from jaxpg.checkpoint import Checkpointer
+from jaxpg import evaluate, metrics, run_folder
 from jaxpg.types import Weighted
 
 
@@ -27,41 +23,12 @@ def test_jsonl_is_cut_at_the_offset_and_has_no_nan(tmp_path):
     writer.write({"step": 1, "loss": 0.5})
     offset = writer.offset
     writer.write({"step": 2, "loss": float("nan")})
-    assert metrics.read_jsonl(path)[1] == {"step": 2, "loss": None}
+    assert path.read_text().splitlines()[1] == '{"step": 2, "loss": null}'
+    assert np.isnan(metrics.read_jsonl(path)[1]["loss"])
     writer.close()
     writer = metrics.JsonlWriter(path, offset=offset)
     writer.write({"step": 2, "loss": 0.25})
     assert metrics.read_jsonl(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
-
-
-def make_state(value):
-    params = {"embedding": jnp.full((8, 4), value, jnp.float32), "scale": jnp.arange(3.0) + value}
-    state = train_state.init(params, optax.adamw(1e-3), jax.random.key(7), kl_coef=0.3)
-    return dataclasses.replace(state, step=jnp.int32(value))
-
-
-def test_checkpoints_restore_every_leaf_exactly_onto_another_mesh(tmp_path):
-    saves = Checkpointer(tmp_path, keep=2)
-    assert saves.latest is None and saves.record() is None
-    for i in (1, 2, 3):  # a burst: none may be skipped
-        saves.save(i, make_state(i), {"steps": i})
-    saves.close()
-    saves = Checkpointer(tmp_path, keep=2)
-    assert saves.latest == 3 and saves.record() == {"steps": 3}
-    mesh = sharding.make_mesh("data=2,fsdp=2,tensor=2")
-    abstract = jax.eval_shape(lambda: make_state(0))
-    like = jax.jit(lambda: make_state(0), out_shardings=sharding.shardings(mesh, abstract))()
-    for i in (2, 3):
-        restored, record = saves.restore(like, i)
-        assert record == {"steps": i}
-        expected = make_state(i)
-        assert jax.random.key_data(restored.key).tolist() == jax.random.key_data(expected.key).tolist()
-        without = [dataclasses.replace(s, key=jnp.zeros(())) for s in (restored, expected)]
-        jax.tree.map(np.testing.assert_array_equal, *without)
-        assert restored.params["embedding"].sharding == like.params["embedding"].sharding
-    with pytest.raises(FileNotFoundError, match="no checkpoint 1"):
-        saves.restore(like, 1)
-    saves.close()
 
 
 def test_a_folder_never_holds_two_runs(tmp_path):
@@ -79,6 +46,10 @@ def test_a_folder_never_holds_two_runs(tmp_path):
     with pytest.raises(ValueError, match="is not the folder of a run"):
         run_folder.open_run(other, {}, resume=True)
     assert (run / "metrics.jsonl").read_text() == "kept" and len(list(other.iterdir())) == 1
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "config.partial").write_text('{"se')
+    run_folder.open_run(killed, {"seed": 0}, resume=True)
 
 
 def test_evaluation_fills_the_last_batch_and_keeps_the_order():

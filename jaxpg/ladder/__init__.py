@@ -26,6 +26,7 @@ from jaxpg.ladder.halves import fit_critic, start_halves, update_halves
 from jaxpg.ladder.parts import (
     compiled,
     experience,
+    measure,
     prompts,
     rise_and_fall,
     sampler,
@@ -57,6 +58,7 @@ __all__ = [
     "gains",
     "is_finished",
     "leveled_task",
+    "measure",
     "open_run",
     "prepare",
     "prompts",

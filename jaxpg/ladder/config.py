@@ -19,7 +19,17 @@ EVALUATION_BATCH = 256
 FAMILIES = {"arithmetic": arithmetic, "wordy": wordy}
 
 # Options that change where and how a run is done, but not its results.
-NOT_IDENTITY = ("run_dir", "resume", "stop_after", "mesh", "num_microbatches", "checkpoint_every", "warm_start")
+NOT_IDENTITY = (
+    "warm_start",
+    "run_dir",
+    "resume",
+    "stop_after",
+    "mesh",
+    "num_microbatches",
+    "checkpoint_every",
+    "keep",
+    "keep_best",
+)
 # What --smoke replaces: a few small steps, to see that everything runs.
 SMOKE = {
     "batch_size": 64,
@@ -52,6 +62,11 @@ class Common:
     run_dir: Path | None = None  # default runs/<name of the experiment>
     resume: bool = False  # go on with the run in run_dir, if there is one
     checkpoint_every: int = 25  # steps
+    keep: int = 2  # of the newest checkpoints
+    keep_best: int = 1  # of those whose held-out accuracy was highest, besides; where both were done at that step
+    max_nonfinite: int = 4  # steps in a row that may skip an update whose loss or gradient is not finite
+    scorer_retries: int = 1  # of a scorer that fails
+    scorer_failures: Literal["stop", "skip"] = "stop"  # skip: the sample counts as not scored, and is counted
     stop_after: int | None = None  # end this process abruptly after so many steps; --resume goes on
     smoke: bool = False  # a few small steps, to see that everything runs
 

@@ -5,7 +5,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxpg import algorithms, evaluate, loop, sharding, train_state
@@ -15,6 +14,7 @@ from jaxpg.ladder.config import Common, Run
 from jaxpg.ladder.policies import actor
 from jaxpg.objective import Policy
 from jaxpg.sampling import generate, sample
+from jaxpg.tasks import scoring
 from jaxpg.train_state import Trainable
 from jaxpg.types import Experience
 from jaxpg.update import LossFn, adamw, make_update
@@ -90,25 +90,35 @@ def make_greedy(run: Run) -> Callable:
     return greedy
 
 
+def judge(run: Run) -> Callable[..., scoring.Scored]:
+    """The task's scorer for many completions, with the run's retries and its way with failures."""
+    c = run.config
+    scorers = {"task": (lambda problem, text: run.task.score(problem, text), 1.0)}  # looked up late
+    return scoring.combine(scorers, retries=c.scorer_retries, raise_failures=c.scorer_failures == "stop")
+
+
 def measure(run: Run, problems, texts) -> dict[str, float]:
-    """The accuracy of completions, and what else the task measures, as means over them."""
-    measures = {"accuracy": run.task.score, **run.task.measures}
-    return {name: evaluate.accuracy(function, problems, texts) for name, function in measures.items()}
+    """The accuracy of completions that could be scored, and what else the task measures, as means over all."""
+    scored = judge(run)(problems, texts)
+    found = {"accuracy": float(scored.rewards[scored.valid].mean()) if scored.valid.any() else float("nan")}
+    return found | {name: evaluate.accuracy(function, problems, texts) for name, function in run.task.measures.items()}
 
 
 def scorer(run: Run) -> Callable[..., loop.Scores]:
-    """Scores each completion on the host; those of a greedy rollout beside it, one a prompt, too."""
+    """Scores each completion on the host; those of a greedy rollout beside it, one a prompt, too.
 
-    def rewards(problems, rollout) -> np.ndarray:
-        texts = decode_completions(run.tokenizer, rollout)
-        samples = len(texts) // len(problems)
-        found = [run.task.score(problems[i // samples], text) for i, text in enumerate(texts)]
-        return np.asarray(found, np.float32).reshape(len(problems), samples)
+    A sample without a score is not valid, and none of a prompt whose greedy completion has none.
+    """
+    judged = judge(run)
 
     def score(problems, rollout, greedy=None) -> loop.Scores:
-        found = rewards(problems, rollout)
-        beside = None if greedy is None else rewards(problems, greedy)[:, 0]
-        return loop.Scores(found, valid=np.ones(found.shape, bool), greedy_rewards=beside)
+        found = judged(problems, decode_completions(run.tokenizer, rollout))
+        failures, valid, beside = int(found.failures.sum()), found.valid, None
+        if greedy is not None:
+            baseline = judged(problems, decode_completions(run.tokenizer, greedy))
+            failures += int(baseline.failures.sum())
+            valid, beside = valid & baseline.valid, baseline.rewards[:, 0]
+        return loop.Scores(found.rewards, valid=valid, greedy_rewards=beside, failures=failures)
 
     return score
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxpg import algorithms, loop, run_folder, sharding, train_state
+from jaxpg import algorithms, fingerprint, loop, run_folder, sharding, train_state
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.data import encode_demonstrations
 from jaxpg.ladder import summary
@@ -35,7 +35,7 @@ def warm_up(session: Session) -> dict:
         learning_rate=c.warmup_learning_rate,
     )
     if c.warm_start is not None:
-        return _taken_over(run, state)
+        return _taken_over(run, state.params)
     journal, greedy = session.journal("warmup"), session.greedy
     length = run.prompt_length + run.max_new_tokens
     validation = run.task.problems(stream(c, VALIDATION), 0, 2 * EVALUATION_BATCH)
@@ -58,12 +58,13 @@ def warm_up(session: Session) -> dict:
         session.stop.count()
         return found >= c.warmup_accuracy
 
-    state = loop.run(loop.supervised_step(batch, update), state, journal, steps=c.warmup_steps, on_step=on_step)
+    step, options = loop.supervised_step(batch, update), {"steps": c.warmup_steps, "max_nonfinite": c.max_nonfinite}
+    state = loop.run(step, state, journal, on_step=on_step, **options)
     session.progress.update(bar, total=int(state.step), completed=int(state.step))
     return state.params
 
 
-def _taken_over(run: Run, like: train_state.TrainState) -> dict:
+def _taken_over(run: Run, like: dict) -> dict:
     """The warm-up of another run, if its options are the same."""
     folder, c = run.config.warm_start, run.config
     if not (folder / "config.json").exists():
@@ -76,11 +77,11 @@ def _taken_over(run: Run, like: train_state.TrainState) -> dict:
     ]
     if differing:
         raise ValueError(f"--warm-start={folder} was warmed up with other options: {'; '.join(differing)}")
-    saves = Checkpointer((folder / "checkpoints" / "warmup").absolute())
+    saves = Checkpointer(folder / "checkpoints" / "warmup", read_only=True)
     try:
         if not (saves.record() or {"finished": False})["finished"]:
             raise ValueError(f"--warm-start={folder} has not finished its warm-up: let it run on with --resume")
-        return saves.restore(like)[0].params
+        return saves.restore_params(like)
     finally:
         saves.close()
 
@@ -101,21 +102,28 @@ def fit(
       acting: the parameters that sample among the state's, for an actor with a critic.
     """
     run, c = session.run, session.run.config
-    journal, greedy = session.journal("rl"), session.greedy
+    # The parameters of step 0 are those that a reference policy keeps.
+    journal = session.journal("rl", {"start": fingerprint.combined(state.params)})
+    greedy = session.greedy
     before = greedy(acting(state.params), run.held_out)
     if journal.checkpointer.latest is None:  # else the row stands in the file already
         session.writer.write({"phase": "evaluation", "step": 0, **measure(run, run.held_out, before)})
     bar = session.progress.add_task(f"rewards only, {run.name}", total=c.rl_steps, numbers="")
 
+    def evaluate(state, done):
+        if done % c.evaluate_every:
+            return None
+        told = measure(run, run.held_out, greedy(acting(state.params), run.held_out))
+        session.writer.write({"phase": "evaluation", "step": done, **told})
+        return told["accuracy"]
+
     def on_step(state, done, row):
-        if done % c.evaluate_every == 0:
-            told = measure(run, run.held_out, greedy(acting(state.params), run.held_out))
-            session.writer.write({"phase": "evaluation", "step": done, **told})
         speed = row["completion_tokens"] / row["seconds_sample"]
         session.progress.update(bar, completed=done, numbers=f"reward {row['reward']:.2f}  {speed:,.0f} tokens/s")
         session.stop.count()
 
-    state = loop.run(step, state, journal, steps=c.rl_steps, on_step=on_step)
+    options = {"steps": c.rl_steps, "max_nonfinite": c.max_nonfinite}
+    state = loop.run(step, state, journal, on_step=on_step, evaluate=evaluate, **options)
     session.progress.update(bar, completed=c.rl_steps)
     after = greedy(acting(state.params), run.held_out)
     summary.conclude(session, before, after, seconds=time.perf_counter() - session.started)

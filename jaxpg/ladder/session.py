@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxpg import loop, metrics, report
+from jaxpg import faults, loop, metrics, report, run_folder
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.ladder.config import Run
 from jaxpg.ladder.parts import make_greedy
@@ -51,9 +51,9 @@ class Session:
         """Of what is drawn once a run, besides the model: the heads."""
         return jax.random.fold_in(jax.random.key(self.run.config.seed), 1)
 
-    def journal(self, phase: str) -> loop.Journal:
-        """Where a phase records itself."""
-        return loop.Journal(phase, self.writer, self.saves[phase], self.run.config.checkpoint_every)
+    def journal(self, phase: str, identity: dict[str, str] | None = None) -> loop.Journal:
+        """Where a phase records itself, and what it depends on besides its state."""
+        return loop.Journal(phase, self.writer, self.saves[phase], self.run.config.checkpoint_every, identity or {})
 
 
 @contextlib.contextmanager
@@ -62,7 +62,9 @@ def session(run: Run) -> Iterator[Session]:
     c, console = run.config, Console()
     devices = f"{run.mesh.size} {jax.devices()[0].platform} device(s)"
     console.print(f"[bold]{run.name}[/] on {devices}, folder {c.run_dir}")
-    saves = {phase: Checkpointer((c.run_dir / "checkpoints" / phase).absolute()) for phase in PHASES}
+    about = {"config": run_folder.config_dict(c)}
+    options = {"keep": c.keep, "keep_best": c.keep_best, "about": about}
+    saves = {phase: Checkpointer(c.run_dir / "checkpoints" / phase, **options) for phase in PHASES}
     newest = saves["rl"].record() or saves["warmup"].record() or {"metrics_bytes": 0}
     writer = metrics.JsonlWriter(c.run_dir / "metrics.jsonl", offset=newest["metrics_bytes"])
     try:
@@ -72,6 +74,9 @@ def session(run: Run) -> Iterator[Session]:
             )
     except Stopped as stopped:
         console.print(f"Stopped after {stopped} steps of this session, --resume goes on.")
+    except faults.Preempted as preempted:
+        console.print(f"SIGTERM: saved after step {preempted.done}, --resume goes on.")
+        raise
     finally:
         for closing in (writer, *saves.values()):
             closing.close()

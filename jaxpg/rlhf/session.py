@@ -46,7 +46,7 @@ def session(run: Run) -> Iterator[Session]:
         f"[bold]{run.name}[/] on {run.mesh.size} {jax.devices()[0].platform} device(s), folder {run.folder}, "
         f"model {run.config.model or 'tiny'}"
     )
-    saves = Checkpointer(run.folder / "checkpoints")
+    saves = Checkpointer(run.folder / "checkpoints", about={"config": run_folder.config_dict(run.config)})
     newest = saves.record() or {"metrics_bytes": 0}
     writer = metrics.JsonlWriter(run.folder / "metrics.jsonl", offset=newest["metrics_bytes"])
     journal = loop.Journal(run.name, writer, saves, run.config.checkpoint_every)

@@ -1,0 +1,111 @@
+"""What can go wrong in a long run, said so that it can be mended: preemption, numbers that are not finite, memory."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxpg.types import Weighted
+
+NONFINITE = "nonfinite"  # the metric, of 0 or 1, by which an update says that it changed nothing
+
+
+class Preempted(SystemExit):  # so that it ends the process with the code of SIGTERM and without a traceback
+    """The machine is about to be taken away; all that was done is saved."""
+
+    def __init__(self, done: int):
+        super().__init__(128 + signal.SIGTERM)
+        self.done = done
+
+
+class NonFiniteError(RuntimeError):
+    """Too many updates in a row would not have been finite."""
+
+
+class Preemption:
+    """Notes SIGTERM, which schedulers send some time before they kill, for the loop to look at between two steps.
+
+    Without `jax.distributed` by a handler of its own, on the main thread alone. With it JAX notes the signal, and tells
+    all processes the step after which to stop.
+    """
+
+    def __init__(self):
+        self._noticed = False
+        self._before = None
+
+    def __enter__(self) -> "Preemption":
+        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def noticed(self, step: int) -> bool:
+        """Says whether to save and stop after this step; all processes hear the same."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._noticed
+
+    def _note(self, *_) -> None:
+        self._noticed = True
+
+
+def sift(parts: Sequence[dict[str, Weighted]]) -> tuple[list[dict[str, Weighted]], dict[str, int]]:
+    """Tells the updates that were made from those that were skipped since they were not finite.
+
+    Args:
+      parts: the metrics of each update, on the host.
+
+    Returns:
+      The metrics of those that were made, of all if none was; and counts for the row of the step: `nonfinite_updates`,
+      and `nonfinite/<metric>` for each metric that was not finite in one of them.
+    """
+    skipped = [metrics for metrics in parts if _skipped(metrics)]
+    made = [metrics for metrics in parts if not _skipped(metrics)]
+    bad = [name for metrics in skipped for name, value in metrics.items() if not np.isfinite(value.total)]
+    counts = {f"{NONFINITE}/{name}": bad.count(name) for name in bad}
+    return made or list(parts), {"nonfinite_updates": len(skipped)} | counts
+
+
+class Streak:
+    """Ends a run after too many steps in a row with an update that was skipped."""
+
+    def __init__(self, limit: int):
+        self._limit, self._length = limit, 0
+
+    def look(self, row: dict[str, float]) -> None:
+        """Takes the row of a step.
+
+        Raises:
+          NonFiniteError: naming what was not finite.
+        """
+        self._length = self._length + 1 if row.get("nonfinite_updates") else 0
+        if self._length > self._limit:
+            names = [name.removeprefix(f"{NONFINITE}/") for name in row if name.startswith(f"{NONFINITE}/")]
+            raise NonFiniteError(
+                f"{self._length} steps in a row had updates that were not finite and were skipped (max_nonfinite="
+                f"{self._limit}), in the last one {', '.join(names) or 'the loss or the gradient'}. The parameters are "
+                "those before them. Usual causes: too high a learning rate, rewards of a wild scale, log-probs of "
+                "tokens that the sampler could not draw"
+            )
+
+
+def _skipped(metrics: dict[str, Weighted]) -> bool:
+    return any(float(value.total) > 0 for name, value in metrics.items() if name.split("/")[-1] == NONFINITE)
+
+
+@contextlib.contextmanager
+def memory_advice(doing: str, knobs: str) -> Iterator[None]:
+    """Adds to an error of the device's memory what it was doing, and which options need less."""
+    try:
+        yield
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            error.add_note(f"Out of memory while {doing}. What needs less: {knobs}")
+        raise
