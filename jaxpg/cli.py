@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import tyro
 
+from jaxpg import distributed
+
 Config = TypeVar("Config")
 Prepared = TypeVar("Prepared")
 
@@ -34,7 +36,9 @@ def main(
       args: default the command line.
     """
     try:
-        prepared = prepare(_parse(config, description, args))
+        options = _parse(config, description, args)
+        _join_others(options)
+        prepared = prepare(options)
     except ValueError as error:
         _refuse(str(error))
     run(prepared)
@@ -49,6 +53,17 @@ def _parse(config: type[Config], description: str, args: list[str] | None) -> Co
         if stop.code:
             _refuse(_one_line(said.getvalue()))
         raise
+
+
+def _join_others(options) -> None:
+    """Becomes one of several processes, if there are options that say so; before anything else of JAX."""
+    if hasattr(options, "distributed"):
+        distributed.initialize(
+            detect=options.distributed,
+            coordinator=options.coordinator,
+            num_processes=options.num_processes,
+            process_id=options.process_id,
+        )
 
 
 def _refuse(message: str) -> None:

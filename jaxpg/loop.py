@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpg import checks, faults
+from jaxpg import checks, distributed, faults
 from jaxpg import metrics as metrics_lib
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.dynamic_sampling import Drawn, fill, has_signal, whole_rewards
@@ -257,8 +257,8 @@ def describe(problems: Sequence[Any], rollout: Rollout, scores: Scores) -> Row:
       rollout: of B rows.
       scores: of the same samples, [P, G].
     """
-    lengths = np.asarray(rollout.action_mask).sum(-1)
-    cut = np.asarray(rollout.stop_reason) == StopReason.BUDGET
+    actions, stop_reason = distributed.fetch((rollout.action_mask, rollout.stop_reason))
+    lengths, cut = actions.sum(-1), stop_reason == StopReason.BUDGET
     rewards = np.ma.masked_array(whole_rewards(scores), ~scores.valid)
     better = rewards.data.reshape(-1) > _mean(rewards)
     row = {

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import jax
@@ -23,14 +24,14 @@ def to_floats(metrics: dict[str, Weighted]) -> dict[str, float]:
 class JsonlWriter:
     """Appends one JSON object a line. NaN and infinities, which JSON lacks, are written as null."""
 
-    def __init__(self, path: str | Path, *, offset: int | None = 0):
+    def __init__(self, path: str | Path | None, *, offset: int | None = 0):
         """Opens the file and cuts it after `offset` bytes, so that a resumed run repeats no line.
 
         Args:
-          path: of the file; made if it is not there.
+          path: of the file; made if it is not there. None: nowhere, for processes that leave it to another one.
           offset: bytes to keep, as `offset` said when the checkpoint was made; None keeps all.
         """
-        self._file = open(path, "a+b")  # noqa: SIM115 - open as long as the writer
+        self._file = tempfile.TemporaryFile() if path is None else open(path, "a+b")  # noqa: SIM115 - until closed
         if offset is not None:
             self.rewind(offset)
         self._file.seek(0, 2)

@@ -78,7 +78,7 @@ def in_words(rows: Sequence[dict]) -> list[str]:
             f"{1 - mean('scored'):.1%} of the completions had no score: no scorer applied to them, or it failed, which "
             f"happened {failed} times."
         )
-    skipped = [row for row in rows if row["nonfinite_updates"]]
+    skipped = [row for row in rows if row.get("nonfinite_updates")]
     if skipped:
         said.append(
             f"{sum(row['nonfinite_updates'] for row in skipped)} updates were skipped, in {len(skipped)} steps, since "

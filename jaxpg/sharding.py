@@ -117,3 +117,14 @@ def row_shards(mesh: Mesh) -> int:
 def put_rows(mesh: Mesh, tree):
     """Makes global arrays, rows spread over the mesh, from the rows that this process holds."""
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows(mesh), np.asarray(x)), tree)
+
+
+def put_whole(mesh: Mesh, tree):
+    """Makes global arrays, rows spread over the mesh, from whole arrays that every process has."""
+    place = rows(mesh)
+
+    def put(x):
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
+
+    return jax.tree.map(put, tree)

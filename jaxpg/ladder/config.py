@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from transformers import PreTrainedTokenizerBase
 
-from jaxpg import run_folder, sharding
+from jaxpg import distributed, run_folder, sharding
 from jaxpg.data import characters, encode_prompts
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model
@@ -29,6 +29,10 @@ NOT_IDENTITY = (
     "checkpoint_every",
     "keep",
     "keep_best",
+    "distributed",
+    "coordinator",
+    "num_processes",
+    "process_id",
 )
 # What --smoke replaces: a few small steps, to see that everything runs.
 SMOKE = {
@@ -69,6 +73,10 @@ class Common:
     scorer_failures: Literal["stop", "skip"] = "stop"  # skip: the sample counts as not scored, and is counted
     stop_after: int | None = None  # end this process abruptly after so many steps; --resume goes on
     smoke: bool = False  # a few small steps, to see that everything runs
+    distributed: bool = False  # join the processes that Slurm, Open MPI or a TPU pod started
+    coordinator: str | None = None  # in place of that, host:port of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +240,21 @@ def open_run(
     held_out = task.held_out(c.held_out)
     encode_prompts(tokenizer, task.render(held_out), length=prompt_length)  # do they fit?
     sharding.shardings(mesh, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
-    run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
+    _open_folder(c)
     return Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length, evaluation_batch, driven)
+
+
+def _open_folder(c: Common) -> None:
+    """Opens the folder, the first process for all: what it finds wrong they all raise."""
+    wrong = None
+    try:
+        if distributed.is_first():
+            run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
+    except ValueError as error:
+        wrong = str(error)
+    wrong = distributed.agree(wrong)
+    if wrong is not None:
+        raise ValueError(wrong)
 
 
 def _check_sizes(c: Common, shards: int, evaluation_batch: int) -> None:

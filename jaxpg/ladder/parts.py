@@ -5,9 +5,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxpg import algorithms, evaluate, loop, sharding, train_state
+from jaxpg import algorithms, distributed, evaluate, loop, sharding, train_state
 from jaxpg.data import decode_completions, encode_prompts
 from jaxpg.dynamic_sampling import TOLD
 from jaxpg.ladder.config import Common, Run
@@ -28,10 +29,9 @@ def stream(c: Common, purpose: int) -> int:
 
 
 def encode(run: Run, problems):
-    """Tokenizes problems and spreads them over the mesh."""
-    return sharding.put_rows(
-        run.mesh, encode_prompts(run.tokenizer, run.task.render(problems), length=run.prompt_length)
-    )
+    """Tokenizes problems, each process its own, and spreads them over the mesh."""
+    texts = run.task.render(distributed.pick_local(run.mesh, problems))
+    return sharding.put_rows(run.mesh, encode_prompts(run.tokenizer, texts, length=run.prompt_length))
 
 
 def prompts(run: Run) -> Callable[[int], loop.Prompts]:
@@ -83,7 +83,7 @@ def make_greedy(run: Run) -> Callable:
 
     def greedy(params, problems) -> list[str]:
         def generate(part):
-            return decode_completions(run.tokenizer, draw(params, *encode(run, part), key))
+            return decode_completions(run.tokenizer, distributed.fetch(draw(params, *encode(run, part), key)))
 
         return evaluate.complete(generate, problems, batch=run.evaluation_batch)
 
@@ -105,20 +105,27 @@ def measure(run: Run, problems, texts) -> dict[str, float]:
 
 
 def scorer(run: Run) -> Callable[..., loop.Scores]:
-    """Scores each completion on the host; those of a greedy rollout beside it, one a prompt, too.
+    """Scores each completion, each process those on its own devices; and those of a greedy rollout, one a prompt.
 
-    A sample without a score is not valid, and none of a prompt whose greedy completion has none.
+    A sample without a score is not valid, and none of a prompt whose greedy completion has none. All processes get all
+    scores.
     """
     judged = judge(run)
 
+    def of(problems, rollout) -> tuple[np.ndarray, np.ndarray, int]:
+        mine = distributed.pick_local(run.mesh, problems)
+        found = judged(mine, decode_completions(run.tokenizer, distributed.local(rollout)))
+        failed = np.full(len(mine), found.failures.sum() / len(mine))  # a share for each row, which then are added up
+        rewards, valid, failed = distributed.gather(run.mesh, (found.rewards, found.valid, failed))
+        return rewards, valid, round(float(failed.sum()))
+
     def score(problems, rollout, greedy=None) -> loop.Scores:
-        found = judged(problems, decode_completions(run.tokenizer, rollout))
-        failures, valid, beside = int(found.failures.sum()), found.valid, None
-        if greedy is not None:
-            baseline = judged(problems, decode_completions(run.tokenizer, greedy))
-            failures += int(baseline.failures.sum())
-            valid, beside = valid & baseline.valid, baseline.rewards[:, 0]
-        return loop.Scores(found.rewards, valid=valid, greedy_rewards=beside, failures=failures)
+        rewards, valid, failures = of(problems, rollout)
+        if greedy is None:
+            return loop.Scores(rewards, valid=valid, failures=failures)
+        baseline, applies, more = of(problems, greedy)
+        valid = valid & applies
+        return loop.Scores(rewards, valid=valid, greedy_rewards=baseline[:, 0], failures=failures + more)
 
     return score
 
@@ -133,7 +140,7 @@ def experience(run: Run, **more):
 
     def build(state, rollout, scores) -> Experience:
         fields = {name: getattr(scores, name, None) for name in TOLD}
-        fields = sharding.put_rows(run.mesh, {name: x for name, x in fields.items() if x is not None})
+        fields = sharding.put_whole(run.mesh, {name: x for name, x in fields.items() if x is not None})
         return Experience(rollout, **fields, **{name: function(state, rollout) for name, function in more.items()})
 
     return build

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxpg import algorithms, fingerprint, loop, run_folder, sharding, train_state
+from jaxpg import algorithms, distributed, fingerprint, loop, run_folder, sharding, train_state
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.data import encode_demonstrations
 from jaxpg.ladder import summary
@@ -25,7 +25,8 @@ def warm_up(session: Session) -> dict:
       The parameters, those of `warm_start` if the run is given one.
     """
     run, c = session.run, session.run.config
-    params = jax.jit(run.model.init)(jax.random.key(c.seed))
+    places = sharding.shardings(run.mesh, jax.eval_shape(run.model.init, jax.random.key(0)))
+    params = jax.jit(lambda: run.model.init(jax.random.key(c.seed)), out_shardings=places)()
     # The model's own distribution, whatever the temperature of the sampler will be.
     state, update = start(
         run,
@@ -42,6 +43,7 @@ def warm_up(session: Session) -> dict:
 
     def batch(k: int):
         problems = run.task.problems(stream(c, DEMONSTRATIONS), k * c.warmup_batch_size, c.warmup_batch_size)
+        problems = distributed.pick_local(run.mesh, problems)
         texts = [p.prompt for p in problems], [run.task.demonstrate(p) for p in problems]
         return sharding.put_rows(run.mesh, encode_demonstrations(run.tokenizer, *texts, length=length))
 
@@ -126,5 +128,6 @@ def fit(
     state = loop.run(step, state, journal, on_step=on_step, evaluate=evaluate, **options)
     session.progress.update(bar, completed=c.rl_steps)
     after = greedy(acting(state.params), run.held_out)
-    summary.conclude(session, before, after, seconds=time.perf_counter() - session.started)
+    if distributed.is_first():
+        summary.conclude(session, before, after, seconds=time.perf_counter() - session.started)
     return state

@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxpg import faults, loop, metrics, report, run_folder
+from jaxpg import distributed, faults, loop, metrics, report, run_folder
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.ladder.config import Run
 from jaxpg.ladder.parts import make_greedy
@@ -59,14 +59,16 @@ class Session:
 @contextlib.contextmanager
 def session(run: Run) -> Iterator[Session]:
     """Opens the records of a run, within its mesh, and closes them whatever happens. --stop-after ends the block."""
-    c, console = run.config, Console()
-    devices = f"{run.mesh.size} {jax.devices()[0].platform} device(s)"
+    c, console = run.config, Console(quiet=not distributed.is_first())
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    devices = f"{run.mesh.size} {jax.devices()[0].platform} device(s){processes}"
     console.print(f"[bold]{run.name}[/] on {devices}, folder {c.run_dir}")
     about = {"config": run_folder.config_dict(c)}
     options = {"keep": c.keep, "keep_best": c.keep_best, "about": about}
     saves = {phase: Checkpointer(c.run_dir / "checkpoints" / phase, **options) for phase in PHASES}
     newest = saves["rl"].record() or saves["warmup"].record() or {"metrics_bytes": 0}
-    writer = metrics.JsonlWriter(c.run_dir / "metrics.jsonl", offset=newest["metrics_bytes"])
+    path = c.run_dir / "metrics.jsonl" if distributed.is_first() else None
+    writer = metrics.JsonlWriter(path, offset=newest["metrics_bytes"])
     try:
         with jax.set_mesh(run.mesh), report.progress(console) as progress:
             yield Session(

@@ -1,0 +1,150 @@
+"""Several real processes on one machine: the same run as in one process, and an end in time when one of them dies."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from launching import ROOT, compiled_programs
+
+from jaxpg import distributed, sharding
+from jaxpg.metrics import read_jsonl
+
+MESH = "data=2,fsdp=2,tensor=2"
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def by_flags(i, count, port):
+    return ["--coordinator", f"localhost:{port}", "--num-processes", str(count), "--process-id", str(i)], {}
+
+
+def by_open_mpi(i, count, port):
+    told = {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1", "JAX_COORDINATOR_PORT": str(port)}
+    told |= {
+        f"OMPI_COMM_WORLD_{name}": str(value) for name, value in {"SIZE": count, "RANK": i, "LOCAL_RANK": i}.items()
+    }
+    return ["--distributed"], told
+
+
+def by_slurm(i, count, port):
+    told = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": count, "PROCID": i, "LOCALID": i, "STEP_NUM_NODES": 1}
+    return ["--distributed"], {f"SLURM_{k}": str(v) for k, v in told.items()} | {"JAX_COORDINATOR_PORT": str(port)}
+
+
+def start(folder, count, *, found=by_flags, arguments=()):
+    """Starts the processes of a run on eight virtual devices in all; one alone is told of no others."""
+    processes, port = [], free_port()
+    quick = {"JAX_COMPILATION_CACHE_DIR": compiled_programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    flags = f"--xla_force_host_platform_device_count={8 // count} --xla_backend_optimization_level=0"
+    for i in range(count):
+        options, told = found(i, count, port) if count > 1 else ([], {})
+        command = [sys.executable, str(ROOT / "tests" / "run_grpo.py"), "--smoke", "--mesh", MESH, *options, *arguments]
+        processes.append(
+            subprocess.Popen(
+                [*command, "--run-dir", str(folder)],
+                env=os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | told,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return processes
+
+
+def finish(processes):
+    for process in processes:
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said[-3000:]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    finish(start(folder, 1))
+    return folder
+
+
+def saved(folder):
+    """Names, shapes and options of the last checkpoint."""
+    record = max((folder / "checkpoints" / "rl").glob("*/record"), key=lambda path: int(path.parent.name))
+    return json.loads(next(record.glob("metadata*")).read_text())
+
+
+@pytest.mark.parametrize(("count", "found"), [(2, by_open_mpi), (4, by_slurm)])
+def test_processes_do_together_what_one_does_alone(count, found, alone, tmp_path):
+    """Samples, scores, losses, gradients: all that is logged. Sums over processes may round otherwise."""
+    finish(start(tmp_path / "run", count, found=found))
+    together, expected = read_jsonl(tmp_path / "run" / "metrics.jsonl"), read_jsonl(alone / "metrics.jsonl")
+    assert [row.keys() for row in together] == [row.keys() for row in expected]
+    assert any(0 < row.get("reward", 0) < 1 and row["grad_norm"] > 0 for row in together)
+    for row, wanted in zip(together, expected, strict=True):
+        for name, value in row.items():
+            if "seconds" not in name and name != "log_prob_gap" and not isinstance(value, str):
+                np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7, err_msg=f"{row['step']} {name}")
+    here, there = saved(tmp_path / "run"), saved(alone)
+    assert here["arrays"] == there["arrays"]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(alone, tmp_path):
+    """Stopped in the midst by two, ended by one."""
+    folder = tmp_path / "run"
+    stopped = ("--stop-after", "3", "--checkpoint-every", "1")
+    finish(start(folder, 2, arguments=stopped))
+    assert not (folder / "summary.json").exists()
+    finish(start(folder, 1, arguments=("--resume",)))
+    found, expected = read_jsonl(folder / "metrics.jsonl"), read_jsonl(alone / "metrics.jsonl")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    np.testing.assert_allclose(found[-2]["loss"], expected[-2]["loss"], rtol=1e-4, atol=1e-7)
+    assert found[-2]["reward"] == expected[-2]["reward"]
+
+
+def test_when_one_dies_the_others_end_in_time_and_say_so(tmp_path):
+    folder = tmp_path / "run"
+    survivor, victim = start(folder, 2)
+    while not (folder / "metrics.jsonl").exists() and survivor.poll() is None:
+        time.sleep(0.1)
+    assert survivor.poll() is None
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    died = time.monotonic()
+    said, _ = survivor.communicate(timeout=120)
+    assert time.monotonic() - died < 120 and survivor.returncode != 0
+    assert any(word in said for word in ("heartbeat", "Connection closed by peer", "unhealthy", "died")), said[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"coordinator": "a:1"},
+            "--num-processes is missing: give --coordinator, --num-processes, --process-id together",
+        ),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "--process-id=2: must be from 0 to 1"),
+        ({"coordinator": "a", "num_processes": 2, "process_id": 1}, "--coordinator=a: must be host:port"),
+        ({"detect": True}, "--distributed: the environment tells of no other processes"),
+    ],
+)
+def test_mistakes_are_named_before_anybody_waits(options, message):
+    with pytest.raises(ValueError, match=message):
+        distributed.initialize(**options)
+
+
+def test_one_process_has_all_rows():
+    mesh = sharding.make_mesh(MESH)
+    assert distributed.local_rows(mesh, 8).tolist() == list(range(8))
+    rows = np.arange(24.0).reshape(8, 3)
+    spread = sharding.put_whole(mesh, {"a": rows})["a"]
+    assert spread.sharding == sharding.rows(mesh)
+    for back in (distributed.local(spread), distributed.fetch(spread), distributed.gather(mesh, rows)):
+        np.testing.assert_array_equal(back, rows)
+    assert distributed.pick_local(mesh, list("abcdefgh")) == list("abcdefgh")
