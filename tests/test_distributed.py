@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from launching import ROOT, compiled_programs
+from launching import ROOT, compiled_programs, launch
 
 from jaxpg import distributed, sharding
 from jaxpg.metrics import read_jsonl
@@ -148,3 +149,15 @@ def test_one_process_has_all_rows():
     for back in (distributed.local(spread), distributed.fetch(spread), distributed.gather(mesh, rows)):
         np.testing.assert_array_equal(back, rows)
     assert distributed.pick_local(mesh, list("abcdefgh")) == list("abcdefgh")
+
+
+def test_the_pod_launcher_prints_what_it_would_do():
+    options = ("--name", "my pod", "--zone", "z", "--project", "p")
+    result = launch(ROOT / "tools" / "launch_pod.py", *options, "--", "python", "experiments/grpo.py", "--seed", "1")
+    assert result.returncode == 0, result.stderr
+    line = shlex.split(result.stdout)
+    assert line[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "my pod"]
+    assert line[6:-2] == ["--zone", "z", "--project", "p", "--worker=all"]
+    assert line[-1].endswith("&& python experiments/grpo.py --seed 1 --distributed")
+    result = launch(ROOT / "tools" / "launch_pod.py", *options, "--", "ls")
+    assert result.returncode == 2 and result.stderr.startswith("error: command='ls': give a Python file after --")
