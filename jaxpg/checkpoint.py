@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -66,7 +66,7 @@ class Checkpointer:
         """
         if keep < 1 or keep_best < 0:
             raise ValueError(f"keep={keep} must be at least 1, keep_best={keep_best} at least 0")
-        self._about, self._scores = about or {}, {}
+        self._about, self._scores, self._read_only = about or {}, {}, read_only
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy(
                 [managers.LatestN(keep), _Best(keep_best, self._scores)]
@@ -160,8 +160,8 @@ class Checkpointer:
             except DamagedError as error:
                 damaged.append(self._set_aside(candidate, error))
         raise DamagedError(
-            f"no checkpoint in {self._manager.directory} can be read, they were set aside as "
-            f"{', '.join(damaged)}: begin anew in another folder, or bring back copies of them"
+            f"no checkpoint in {self._manager.directory} can be read, see {', '.join(damaged)}: begin anew in another "
+            "folder, or bring back copies of them"
         )
 
     def restore_params(self, like: dict, iteration: int | None = None) -> dict:
@@ -274,46 +274,39 @@ class Checkpointer:
         """Renames a damaged checkpoint, so that its number can be used again, and warns."""
         folder = Path(self._manager.directory)
         aside = next(path for i in range(1000) if not (path := folder / f"damaged-{iteration}-{i}").exists())
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not self._read_only:
             (folder / str(iteration)).rename(aside)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"jaxpg, set aside {iteration}")
         self._manager.reload()
-        warnings.warn(f"{error}. Set aside as {aside.name}; going on with the one before", stacklevel=3)
+        done = "Not touched, since this is for reading only" if self._read_only else f"Set aside as {aside.name}"
+        warnings.warn(f"{error}. {done}; going on with the one before", stacklevel=3)
         return aside.name
 
     def _where(self, iteration: int) -> str:
         return f"checkpoint {iteration} in {self._manager.directory}"
 
-    def _explained(self) -> "_Explained":
-        return _Explained(self)
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says of an error while writing what is safe and what helps."""
+        try:
+            yield
+        except Exception as error:
+            number = _error_number(error)
+            if number is None:
+                raise
+            folder = Path(self._manager.directory)
+            whole = max((i for i in self.all if (folder / str(i)).exists()), default=None)
+            raise RuntimeError(
+                f"a checkpoint could not be written to {folder}: {os.strerror(number)}. The newest whole one is "
+                f"{whole}: make room, then go on with --resume"
+            ) from error
 
 
 def sealed(told: dict) -> dict:
     """The record with a checksum of the rest of it."""
     rest = {name: value for name, value in told.items() if name != "checksum"}
     return rest | {"checksum": zlib.crc32(json.dumps(rest, sort_keys=True).encode())}
-
-
-class _Explained:
-    """Says of an error while writing what is safe and what helps."""
-
-    def __init__(self, owner: Checkpointer):
-        self._owner = owner
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        number = _error_number(error)
-        if number is None and not isinstance(error, OSError):
-            return
-        reason = os.strerror(number) if number else str(error)
-        whole = [i for i in self._owner.all if (Path(self._owner._manager.directory) / str(i)).exists()]
-        raise RuntimeError(
-            f"a checkpoint could not be written to {self._owner._manager.directory}: {reason}. "
-            f"The newest whole one is {max(whole, default=None)}: make room, then go on with --resume"
-        ) from error
 
 
 def _error_number(error: BaseException | None) -> int | None:

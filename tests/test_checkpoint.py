@@ -114,7 +114,7 @@ def test_where_all_are_damaged_the_run_does_not_begin_anew_by_itself(three, tmp_
         shutil.rmtree(folder / str(i) / "state" / "ocdbt.process_0")
     with (
         pytest.warns(UserWarning, match="Set aside"),
-        pytest.raises(DamagedError, match="set aside as damaged-3-0, dam"),
+        pytest.raises(DamagedError, match="can be read, see damaged-3-0, dam"),
     ):
         Checkpointer(folder).restore(make_state(0))
 
