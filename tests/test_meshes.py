@@ -1,0 +1,83 @@
+"""The loss and the gradient are the same on every mesh, for the policy, for adapters and for a critic."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxpg import algorithms, ladder, sharding, train_state
+from jaxpg.models import Config, Model, lora
+from jaxpg.types import Batch
+from jaxpg.update import make_update
+
+MESHES = ("data=8", "data=2,fsdp=4", "data=2,fsdp=2,tensor=2", "tensor=8")
+ROWS, LENGTH, VOCABULARY = 16, 12, 32
+
+
+def make_model(**more):
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_size": 64}
+    return Model(Config(vocab_size=VOCABULARY, max_length=LENGTH, tie_embeddings=False, **sizes, **more))
+
+
+def make_batch():
+    draw = np.random.default_rng(0)
+    mask = np.arange(LENGTH) < draw.integers(4, LENGTH + 1, (ROWS, 1))
+    normal = draw.normal(size=(3, ROWS, LENGTH)).astype(np.float32)
+    return Batch(
+        tokens=draw.integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32),
+        token_mask=mask,
+        action_mask=mask & (np.arange(LENGTH) > 2),
+        advantages=normal[0],
+        log_probs=normal[1] / 10 - 3.4,
+        values=normal[2],
+        returns=normal[1],
+    )
+
+
+def actor():
+    model = make_model()
+    return model.init(jax.random.key(0)), algorithms.grpo(), ladder.actor(model, temperature=1.0), None
+
+
+def adapters():
+    model = make_model()
+    params = lora.attach(model.init(jax.random.key(0)), lora.init(jax.random.key(1), model.config, rank=4))
+    params = jax.tree.map(lambda x: x + 0.01, params)  # b is 0 at first, and with it the gradient of a
+    return params, algorithms.dr_grpo(max_new_tokens=LENGTH), ladder.actor(model, temperature=1.0), lora.is_adapter
+
+
+def critic():
+    model = make_model()
+    params = ladder.with_critic(model, model.init(jax.random.key(0)), jax.random.key(1))
+    return params, algorithms.ppo(), ladder.actor_critic(model, temperature=1.0), None
+
+
+def one_step(spec, build):
+    """Loss and gradient on a mesh, the gradient as what plain descent of rate 1 takes away."""
+    params, algorithm, policy, trainable = build()
+    devices = jax.devices()[:1] if spec == "data=1" else jax.devices()
+    mesh = sharding.make_mesh(spec, devices=devices)
+    optimizer = optax.sgd(1.0)
+    state = train_state.init(params, optimizer, jax.random.key(0), trainable=trainable)
+    places = sharding.shardings(mesh, state)
+    loss_fn = algorithms.make_loss_fn(algorithm, policy)
+    update = make_update(loss_fn, optimizer, num_microbatches=2, trainable=trainable)
+    with jax.set_mesh(mesh):
+        batch = sharding.put_rows(mesh, make_batch())
+        step = jax.jit(update, out_shardings=(places, sharding.replicated(mesh)))
+        after, metrics = step(jax.device_put(state, places), batch)
+    assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, after, places))
+    gradient = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, after.params)
+    return float(metrics["loss"].mean), gradient
+
+
+@pytest.mark.parametrize("build", [actor, adapters, critic])
+def test_loss_and_gradient_are_those_of_one_device(build, capfd):
+    loss, gradient = one_step("data=1", build)
+    largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(gradient))
+    assert largest > 1e-3
+    for spec in MESHES:
+        found, there = one_step(spec, build)
+        np.testing.assert_allclose(found, loss, rtol=1e-5, err_msg=spec)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest), there, gradient)
+    assert "rematerialization" not in capfd.readouterr().err
