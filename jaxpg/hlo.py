@@ -47,9 +47,15 @@ class Collective(NamedTuple):
 
 
 class Program:
-    """A compiled program's text, with how often each of its computations runs."""
+    """A compiled program's text, with how often each of its computations runs.
 
-    def __init__(self, text: str):
+    Args:
+      text: `Compiled.as_text()`.
+      assumed: how often a loop runs whose trip count the text does not tell, such as the sampler's over tokens.
+    """
+
+    def __init__(self, text: str, *, assumed: int = 1):
+        self.assumed = assumed
         self.computations: dict[str, list[Instruction]] = {}
         entry = current = None
         for line in text.splitlines():
@@ -59,7 +65,7 @@ class Program:
                 self.computations[current] = []
             elif current and (found := _INSTRUCTION.match(line)):
                 self.computations[current].append(Instruction(*found.groups()))
-        self.unknown_loops: list[str] = []  # whose trip counts are not written down; counted once
+        self.unknown_loops: list[str] = []  # whose trip counts are not written down
         self.times: dict[str, int] = defaultdict(int)
         self._visit(entry, 1)
 
@@ -79,7 +85,7 @@ class Program:
         limits = {int(i.rest.split(")")[0]) for i in self._below(condition) if _is_integer(i) and i.op == "constant"}
         if len(limits) != 1 or min(limits) < 1:
             self.unknown_loops.append(loop.name)
-            return 1
+            return self.assumed
         counters = [i for i in self.computations[condition] if i.op == "get-tuple-element" and _is_integer(i)]
         step = self._step(body, int(re.search(r"index=(\d+)", counters[0].rest)[1])) if len(counters) == 1 else None
         return -(-limits.pop() // (step or 1))
