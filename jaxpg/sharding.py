@@ -68,7 +68,11 @@ def make_mesh(spec: str = "data=-1", *, devices: Sequence[jax.Device] | None = N
             f"mesh={spec!r} asks for {'a multiple of ' if free else ''}{fixed} devices, this process sees "
             f"{len(devices)}: make the sizes multiply to {len(devices)}"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    except NotImplementedError as error:  # of a TPU, whose chips are wired as a torus
+        said = str(error).split(". ")[0]
+        raise ValueError(f"mesh={spec!r}: each size must be a product of sizes of the chips' torus: {said}") from error
 
 
 def shardings(mesh: Mesh, tree, rules: Rules = TRANSFORMER_RULES):
