@@ -312,7 +312,7 @@ def show(p: Prepared, results: dict[str, dict[str, Any]]) -> None:
     console, c = Console(), p.config
     title = f"{c.model} on {c.topology}, {c.algorithm}, {c.sequences} x {c.length} tokens; per device"
     rows = [(name, *_summary(found)) for name, found in results.items()]
-    names = ("program", "mesh", "memory GB", "of", "fits", "TFLOP", "collectives GB", "seconds", "model-FLOPs share")
+    names = ("program", "GB", "of GB", "fits", "TFLOP", "GB received", "seconds", "MFU")
     console.print(report.table(title, names, rows))
     for name, found in results.items():
         if "error" in found:
@@ -330,14 +330,13 @@ def show(p: Prepared, results: dict[str, dict[str, Any]]) -> None:
 
 
 def _summary(found: dict[str, Any]) -> tuple[str, ...]:
-    mesh = ",".join(f"{axis}={size}" for axis, size in found["mesh"].items() if size > 1)
     capacity, fits = f"{found['capacity_bytes'] / GB:.0f}", "yes" if found["fits"] else "NO"
     if "error" in found:
-        return (mesh, "too much", capacity, fits, "", "", "", "")
+        return ("too much", capacity, fits, "", "", "", "")
     share = f"{found['model_flops_share']:.0%}" if "model_flops_share" in found else ""
     numbers = (f"{found[key] / scale:.1f}" for key, scale in (("flops", 1e12), ("collective_bytes", GB)))
     total = f"{found['memory_bytes']['total'] / GB:.1f}"
-    return (mesh, total, capacity, fits, *numbers, f"{found['seconds']['total']:.2f}", share)
+    return (total, capacity, fits, *numbers, f"{found['seconds']['total']:.2f}", share)
 
 
 def run(p: Prepared) -> None:
