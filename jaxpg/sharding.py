@@ -4,6 +4,7 @@ Rows of a batch are spread over data × fsdp. Parameters (and their optimizer mo
 cut over fsdp and tensor by the first rule whose pattern is found in their path; what no rule names is replicated.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -14,10 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))
 
-# Layer parameters have a leading axis: the scanned layers. The embedding is cut along its features, so that any
-# vocabulary size will do, and over tensor, which rows do not use: over fsdp a look-up would be rematerialised.
+# Layer parameters have a leading axis: the scanned layers. Embedding and head are cut along their features, so that any
+# vocabulary size will do, and over both axes, so that no device holds much of their moments; the model gathers what
+# it looks up or multiplies (`constrain`): a look-up in a table that is cut over the rows' axes would be rematerialised.
 TRANSFORMER_RULES: tuple[tuple[str, PartitionSpec], ...] = (
-    (r"embedding$|head$", PartitionSpec(None, "tensor")),
+    (r"embedding$|head$", PartitionSpec(None, ("fsdp", "tensor"))),
     (r"attention/(query|key|value)$", PartitionSpec(None, "fsdp", "tensor", None)),
     (r"attention/(query|key|value)_bias$", PartitionSpec(None, "tensor", None)),
     (r"attention/out$", PartitionSpec(None, "tensor", None, "fsdp")),
@@ -66,7 +68,11 @@ def make_mesh(spec: str = "data=-1", *, devices: Sequence[jax.Device] | None = N
             f"mesh={spec!r} asks for {'a multiple of ' if free else ''}{fixed} devices, this process sees "
             f"{len(devices)}: make the sizes multiply to {len(devices)}"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    except NotImplementedError as error:  # of a TPU, whose chips are wired as a torus
+        said = str(error).split(". ")[0]
+        raise ValueError(f"mesh={spec!r}: each size must be a product of sizes of the chips' torus: {said}") from error
 
 
 def shardings(mesh: Mesh, tree, rules: Rules = TRANSFORMER_RULES):
@@ -97,6 +103,40 @@ def _check_divisible(mesh: Mesh, name: str, shape: tuple[int, ...], spec: Partit
                 f"{name} has shape {shape}: its dimension of {size} is not divisible by mesh axis {axis}={ways}; "
                 f"choose another mesh or model size"
             )
+
+
+def constrain(x: jax.Array, *axes) -> jax.Array:
+    """Fixes how an intermediate array is cut, on the mesh of the moment (`jax.set_mesh`); without one it is x.
+
+    XLA may else follow the parameters and cut activations along their features over fsdp, with all rows on every
+    device.
+
+    Args:
+      x: any array.
+      *axes: for each leading dimension a mesh axis, a tuple of them, or None; the other dimensions are whole. What the
+        mesh lacks, or what does not divide its dimension, is left out.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    names = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
+    names = [tuple(name for name in group if name in mesh.axis_names) for group in names]
+    fits = [
+        size % math.prod(mesh.shape[name] for name in group) == 0 for size, group in zip(x.shape, names, strict=False)
+    ]
+    spec = PartitionSpec(*(group if fit else None for group, fit in zip(names, fits, strict=True)))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """`constrain` for whatever has a leading row axis."""
+    return constrain(x, *ROWS)
+
+
+def target_platform() -> str:
+    """What is compiled for: the platform of the mesh of the moment, which may be of another machine, or the default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -10,6 +10,7 @@ import optax
 
 from jaxpg import aggregate, checks, kl
 from jaxpg.objective import Outputs, Policy, clear
+from jaxpg.sharding import constrain_rows
 from jaxpg.train_state import Trainable, TrainState, join, split
 from jaxpg.types import Array, Batch, Weighted
 
@@ -212,6 +213,7 @@ def gradient_sum(gradient: Callable, params, batch: Batch, num_microbatches: int
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
 
     def body(total, part):
+        part = jax.tree.map(constrain_rows, part)
         return jax.tree.map(operator.add, total, gradient(params, part)), None
 
     return jax.lax.scan(body, zeros, parts)[0]

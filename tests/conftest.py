@@ -42,6 +42,7 @@ def x64():
 
 
 SLOWEST_FIRST = (
+    "test_compile_for_tpu",
     "test_hf_parity_fixtures",
     "test_quickstart",
     "test_sampler_modes",

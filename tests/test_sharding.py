@@ -59,9 +59,9 @@ def test_rules_reach_every_matrix_and_leave_the_norms_whole():
     shapes = jax.eval_shape(Model(config).init, jax.random.key(0))
     places = sharding.shardings(mesh, shapes)
     for (path, shape), place in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(places), strict=True):
-        is_norm, is_table = "norm" in jax.tree_util.keystr(path), path[0].key in ("embedding", "head")
+        is_norm = "norm" in jax.tree_util.keystr(path)
         assert (place.spec == PartitionSpec()) == is_norm
-        assert np.prod(place.shard_shape(shape.shape)) == shape.size // (1 if is_norm else 2 if is_table else 4)
+        assert np.prod(place.shard_shape(shape.shape)) == shape.size // (1 if is_norm else 4)
 
 
 def test_an_indivisible_dimension_is_named():

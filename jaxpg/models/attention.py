@@ -1,5 +1,6 @@
 """Attention over a whole sequence, by three kernels with the same numbers, and over a cache."""
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpg.models.config import Config
+from jaxpg.sharding import target_platform
 from jaxpg.types import Array
 
-SPLASH_BLOCK = 128  # splash attention works on blocks of this many tokens
+SPLASH_BLOCKS = (512, 256, 128)  # splash attention works on blocks of so many tokens, the larger the faster
 
 
 class Past(NamedTuple):
@@ -140,7 +142,7 @@ def _splash(config: Config, queries, keys, values, token_mask, is_local, documen
     Windows are counted in columns, so padding may stand left or right of a sequence, but not inside it.
     """
     length = queries.shape[1]
-    pad = -length % SPLASH_BLOCK
+    pad = -length % min(SPLASH_BLOCKS)
 
     def prepare(x):  # [B, T, H, D] -> [B, H, T padded to whole blocks, D]
         return jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
@@ -150,7 +152,8 @@ def _splash(config: Config, queries, keys, values, token_mask, is_local, documen
     arguments = (prepare(queries * jnp.asarray(config.score_scale, queries.dtype)), prepare(keys), prepare(values))
 
     def run(window):
-        return _over_mesh(partial(_splash_kernel, config, window))(*arguments, segments)
+        kernel = partial(_splash_kernel, config, window, interpret=target_platform() == "cpu")
+        return _over_mesh(kernel)(*arguments, segments)
 
     if config.window is None or not any(config.locality):
         out = run(None)
@@ -161,16 +164,19 @@ def _splash(config: Config, queries, keys, values, token_mask, is_local, documen
     return out.transpose(0, 2, 1, 3)[:, :length]
 
 
-def _splash_kernel(config: Config, window: int | None, queries, keys, values, segments) -> Array:
+def _splash_kernel(config: Config, window: int | None, queries, keys, values, segments, *, interpret: bool) -> Array:
     """One device's share: [b, h, T, D] each, segments [b, T]."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (queries.shape[2], queries.shape[2])
+    block = next(size for size in SPLASH_BLOCKS if shape[0] % size == 0)
+    names = [field.name for field in dataclasses.fields(splash.BlockSizes) if field.name.startswith("block_")]
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * queries.shape[1]),
         attn_logits_soft_cap=config.attention_softcap,
-        interpret=jax.default_backend() == "cpu",
+        block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
+        interpret=interpret,
     )
     return jax.vmap(kernel)(queries, keys, values, splash.SegmentIds(segments, segments))
 

@@ -13,6 +13,7 @@ from jaxpg.models import rope
 from jaxpg.models.attention import Past, attend, attend_past
 from jaxpg.models.cache import write
 from jaxpg.models.config import Config
+from jaxpg.sharding import constrain_rows
 from jaxpg.types import Array
 
 ACTIVATION = {"silu": nn.silu, "gelu_tanh": lambda x: nn.gelu(x, approximate=True)}
@@ -201,9 +202,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, past: Sequence[tuple[Array, Array]], is_local: Array, place: Place):
-        c = self.config
+        c, x = self.config, constrain_rows(x)
         attended, keys_values = Attention(c, name="attention")(norm(c, "attention_norm")(x), place, past, is_local)
-        x = x + (norm(c, "attention_post_norm")(attended) if c.post_norms else attended)
+        x = constrain_rows(x + (norm(c, "attention_post_norm")(attended) if c.post_norms else attended))
         feed_forward = Experts(c, name="experts") if c.num_experts else MLP(c, name="mlp")
         out = feed_forward(norm(c, "mlp_norm")(x))
         return x + (norm(c, "mlp_post_norm")(out) if c.post_norms else out), keys_values

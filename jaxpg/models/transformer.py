@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxpg.models import cache as cache_lib
 from jaxpg.models.config import Config
 from jaxpg.models.layers import Block, Place, few_rows, norm, transposed
+from jaxpg.sharding import constrain, constrain_rows
 from jaxpg.types import Array
 
 
@@ -47,7 +48,8 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: Array) -> Array:
         c = self.config
-        x = self.embedding[tokens].astype(c.dtype)
+        # Gathered over fsdp for the look-up, cut along features over tensor; then rows are spread, as everywhere.
+        x = constrain_rows(constrain(self.embedding.astype(c.dtype), None, "tensor")[tokens])
         return x if c.embedding_scale == 1 else x * jnp.asarray(c.embedding_scale, c.dtype)
 
     def unembed(self, hidden: Array) -> Array:
@@ -58,7 +60,10 @@ class Transformer(nn.Module):
             (logits,) = few_rows(hidden, table, dtype=jnp.float32)
         else:
             table = (self.embedding if c.tie_embeddings else self.head).astype(c.dtype)
+            # Whole features: over tensor the logits are cut along the vocabulary, and not added up.
+            table, hidden = constrain(table, "tensor"), constrain_rows(hidden)
             logits = jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
+            logits = constrain(logits, ("data", "fsdp"), *[None] * (logits.ndim - 2), "tensor")
         return logits if c.final_softcap is None else c.final_softcap * jnp.tanh(logits / c.final_softcap)
 
     def init_all(self, tokens: Array) -> Array:
@@ -190,7 +195,8 @@ class Model:
 @partial(jax.jit, static_argnums=0)  # compiled once for a configuration, not operation by operation at each call
 def _init(model: Model, key: Array) -> dict:
     dummy = jnp.zeros((1, 1), jnp.int32)
-    return model._module.init(key, dummy, method="init_all")["params"]
+    plain = Model(dataclasses.replace(model.config, attention="xla"))  # one row cannot be spread over a mesh
+    return plain._module.init(key, dummy, method="init_all")["params"]
 
 
 INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}  # of projections

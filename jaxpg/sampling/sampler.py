@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jaxpg.models import unstack
 from jaxpg.sampling import checks, decoding
+from jaxpg.sharding import target_platform
 from jaxpg.types import Array, Rollout
 
 
@@ -57,7 +58,7 @@ def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_to
 
 
 def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return target_platform() == "cpu"
 
 
 def lay_out(request: checks.Request, prompts, prompt_mask, key):

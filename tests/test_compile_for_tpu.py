@@ -1,0 +1,74 @@
+"""The update and the sampler, compiled for TPUs that are not there, each in a process of its own."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "compile_for_tpu.py"
+SMALL = """
+import runpy, sys
+from jaxpg.models import Config, presets
+presets.PRESETS["small"] = Config(vocab_size=4096, hidden_size=1024, num_layers=4, num_heads=4, num_kv_heads=2,
+                                  head_dim=128, mlp_size=4096, max_length=256)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+SIZES = ["--sequences=16", "--group-size=4", "--length=128", "--prompt-length=64", "--num-microbatches=1"]
+PROGRAM = ["--model=small", "--topology=v5e:2x2", "--attention=xla", *SIZES]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra tpu-compile)")
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", SMALL.replace("sys.argv[1]", f"{str(TOOL)!r}"), *arguments]
+    quick = {"JAX_PLATFORMS": "cpu", "JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
+    return subprocess.run(command, env=os.environ | quick, capture_output=True, text=True, timeout=900, check=False)
+
+
+def compiled(folder: Path, *arguments: str) -> dict:
+    path = folder / "numbers.json"
+    done = launch(*PROGRAM, "--json", str(path), *arguments)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Compiled, not run" in done.stdout
+    return json.loads(path.read_text())["programs"]
+
+
+def test_update_and_sampler_and_what_fsdp_saves(tmp_path):
+    cut = compiled(tmp_path, "--mesh", "fsdp=2,tensor=2")
+    assert set(cut) == {"update", "sampler"} and all(found["fits"] for found in cut.values())
+    for found in cut.values():
+        assert sum(found["collective_bytes_by_kind"].values()) == pytest.approx(found["collective_bytes"])
+        assert sum(found["collective_bytes_by_axis"].values()) == pytest.approx(found["collective_bytes"])
+        assert found["seconds"]["total"] > 0
+        memory = found["memory_bytes"]
+        kinds = ("arguments", "outputs", "temporaries", "code")
+        assert memory["total"] == sum(memory[kind] for kind in kinds) - memory["aliased"]
+    assert cut["update"]["loops_of_unknown_length"] == []
+    assert any("fsdp" in axes for axes in cut["update"]["collective_bytes_by_axis"])
+
+    whole = compiled(tmp_path, "--mesh", "data=2,tensor=2", "--programs", "update")
+    # Half of the parameters and of both moments, which are all that a device is given but for a few rows.
+    given = [found["update"]["memory_bytes"]["arguments"] for found in (cut, whole)]
+    assert given[0] == pytest.approx(given[1] / 2, rel=0.15)
+    totals = [found["update"]["memory_bytes"]["total"] for found in (cut, whole)]
+    assert totals[0] < totals[1] - 0.85 * (given[1] - given[0])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--mesh", "fdsp=4"), "there is no axis 'fdsp'"),
+        (("--mesh", "fsdp=8"), "asks for 8 devices, this process sees 4"),
+        (("--mesh", "data=-1", "--sequences", "6", "--group-size", "1"), "cannot be spread over data*fsdp=4"),
+        (("--mesh", "tensor=4"), "not divisible by mesh axis tensor=4"),
+        (("--model", "gpt-2"), "there is no such preset"),
+        (("--topology", "v4:2x2"), "must be <chip>:<sizes>"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    done = launch(*PROGRAM, *arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
