@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_model_or_version_is_refused_and_stays(three, tm
 def test_parameters_are_read_without_their_optimizer_and_checked(three, tmp_path):
     folder = tmp_path / "saves"
     shutil.copytree(three, folder)
-    mesh = sharding.make_mesh("fsdp=4,tensor=2")
+    mesh = sharding.make_mesh("data=2,fsdp=2,tensor=2")
     params = make_state(0).params
     like = jax.jit(lambda: params, out_shardings=sharding.shardings(mesh, params))()
     saves = Checkpointer(folder, keep=3)
