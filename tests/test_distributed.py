@@ -132,12 +132,18 @@ def test_when_one_dies_the_others_end_in_time_and_say_so(tmp_path):
         ),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "--process-id=2: must be from 0 to 1"),
         ({"coordinator": "a", "num_processes": 2, "process_id": 1}, "--coordinator=a: must be host:port"),
-        ({"detect": True}, "--distributed: the environment tells of no other processes"),
     ],
 )
 def test_mistakes_are_named_before_anybody_waits(options, message):
     with pytest.raises(ValueError, match=message):
         distributed.initialize(**options)
+
+
+def test_a_lonely_process_is_told_so(tmp_path):
+    result = launch(ROOT / "tests" / "run_grpo.py", "--smoke", "--distributed", "--run-dir", str(tmp_path / "run"))
+    assert result.returncode == 2, result.stderr
+    assert "error: --distributed: the environment tells of no other processes" in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_process_has_all_rows():

@@ -9,6 +9,7 @@ from launching import EXPERIMENTS, load
 
 from jaxpg import algorithms
 from jaxpg.data import characters
+from jaxpg.dynamic_sampling import TOLD
 from jaxpg.tasks import steps
 from jaxpg.types import Experience, Rollout
 
@@ -26,7 +27,7 @@ def experience(granularity):
     rollout = Rollout(tokens, jnp.ones((1, 6), bool), actions, jnp.zeros((1, 6)), jnp.ones(1, jnp.int32))
     run = types.SimpleNamespace(tokenizer=TOKENIZER)
     scores = load(EXPERIMENTS / "step_level.py").scorer(run, granularity)([PROBLEM], rollout)
-    fields = {name: jnp.asarray(x) for name, x in scores._asdict().items() if x is not None}
+    fields = {name: jnp.asarray(x) for name, x in scores._asdict().items() if name in TOLD and x is not None}
     return Experience(rollout, values=jnp.asarray([[9.0, 9.0, *VALUES]]), **fields)
 
 
