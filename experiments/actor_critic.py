@@ -15,7 +15,7 @@ that was fitted less it fell, since the critic knew nothing yet: then try a larg
 
 import dataclasses
 
-from jaxpg import algorithms, cli, ladder, loop
+from jaxpg import algorithms, checks, cli, ladder, loop
 from jaxpg.update import adamw, make_update
 
 
@@ -33,9 +33,7 @@ class Config(ladder.Config):
 
 def prepare(config: Config) -> ladder.Run:
     """Checks the options before anything is compiled or written."""
-    for name in ("n", "critic_updates"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(config, name)}: must be at least 1")
+    checks.options_at_least(config, 1, "n", "critic_updates")
     return ladder.prepare(config, name="actor_critic")
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from jaxpg import algorithms, cli, logprobs, train_state
+from jaxpg import algorithms, checks, cli, logprobs, train_state
 from jaxpg.data import characters, encode_demonstrations, encode_prompts
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model
@@ -103,9 +103,7 @@ def prepare(config: Config) -> Config:
         # Odd sizes, which the sampler does not halve when rows end: fewer shapes to compile.
         sizes = {"batch_size": 15, "group_size": 3, "warmup_batch_size": 16, "held_out": 5}
         c = dataclasses.replace(c, **sizes, warmup_steps=2, rl_steps=2, report_every=2)
-    for name in ("rl_steps", "warmup_steps", "warmup_batch_size", "held_out", "report_every"):
-        if getattr(c, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(c, name)}: must be at least 1")
+    checks.options_at_least(c, 1, "rl_steps", "warmup_steps", "warmup_batch_size", "held_out", "report_every")
     if c.temperature <= 0:
         raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples of a prompt are the same")
     if c.group_size < 2 or c.batch_size < 1 or c.batch_size % c.group_size:

@@ -22,7 +22,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxpg import fingerprint
+from jaxpg import faults, fingerprint
+from jaxpg.paths import by_path
 from jaxpg.train_state import TrainState
 
 FORMAT = 2  # of the record; a reader refuses a newer one
@@ -108,7 +109,7 @@ class Checkpointer:
           RuntimeError: if Orbax declined to save, or could not write the checkpoint before this one.
         """
         self.check()
-        state = _without_key_type(state)
+        state = fingerprint.without_key_types(state)
         told = {
             "format": FORMAT,
             "versions": {name: _version(name) for name in LIBRARIES},
@@ -224,7 +225,7 @@ class Checkpointer:
         return told
 
     def _read(self, iteration: int, like: TrainState) -> tuple[TrainState, dict]:
-        raw = _without_key_type(like)
+        raw = fingerprint.without_key_types(like)
         told = self._read_record(iteration)
         self._check_arrays(iteration, told["arrays"], _arrays(raw))
         args = ocp.args.Composite(state=ocp.args.StandardRestore(_abstract(raw)))
@@ -259,7 +260,7 @@ class Checkpointer:
         except MemoryError:
             raise
         except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if faults.is_out_of_memory(error):
                 raise
             failure = error
         failed = failure is not None
@@ -348,16 +349,8 @@ def _version(name: str) -> str:
 
 def _arrays(tree) -> dict[str, str]:
     """Path -> dtype and shape, such as "float32[64,192]"."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {path: f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "") for path, leaf in by_path(tree).items()}
 
 
 def _abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-def _without_key_type(state: TrainState) -> TrainState:
-    """Replaces the typed key by its integers, the form that is stored."""
-    return dataclasses.replace(state, key=jax.random.key_data(state.key))

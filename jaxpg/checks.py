@@ -116,6 +116,12 @@ def at_least(name: str, value, low) -> None:
         raise ValueError(f"{name}={value}: must be at least {low}")
 
 
+def options_at_least(options, low, *names: str) -> None:
+    """Checks options of a command line, by the names of their fields, and says them as they are typed."""
+    for name in names:
+        at_least(f"--{name.replace('_', '-')}", getattr(options, name), low)
+
+
 def unit_interval(name: str, value) -> None:
     """Checks a plain number for 0 <= value <= 1; arrays, which may be traced, pass."""
     if is_number(value) and not 0 <= value <= 1:

@@ -100,12 +100,17 @@ def _skipped(metrics: dict[str, Weighted]) -> bool:
     return any(float(value.total) > 0 for name, value in metrics.items() if name.split("/")[-1] == NONFINITE)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Says whether a device had too little memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 @contextlib.contextmanager
 def memory_advice(doing: str, knobs: str) -> Iterator[None]:
     """Adds to an error of the device's memory what it was doing, and which options need less."""
     try:
         yield
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if is_out_of_memory(error):
             error.add_note(f"Out of memory while {doing}. What needs less: {knobs}")
         raise

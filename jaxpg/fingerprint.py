@@ -9,16 +9,14 @@ It is there to find damage and mistakes, not forgery.
 import jax
 import jax.numpy as jnp
 
+from jaxpg.paths import by_path
 from jaxpg.types import Array
 
 
 def of_tree(tree) -> dict[str, int]:
     """Computes the fingerprint of every array of a pytree, on the devices where it lies: path -> 32 bits."""
-    found = jax.device_get(_compiled(_without_key_types(tree)))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): int(value)
-        for path, value in jax.tree_util.tree_leaves_with_path(found)
-    }
+    found = jax.device_get(_compiled(without_key_types(tree)))
+    return {path: int(value) for path, value in by_path(found).items()}
 
 
 def combined(tree) -> str:
@@ -42,5 +40,6 @@ def of_array(x: Array) -> Array:
     return jnp.sum((2 * index + 1) * words, dtype=jnp.uint32)
 
 
-def _without_key_types(tree):
+def without_key_types(tree):
+    """Replaces typed keys by their integers."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)

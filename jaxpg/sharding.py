@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpg.paths import path_name
+
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))
 
@@ -85,7 +87,7 @@ def shardings(mesh: Mesh, tree, rules: Rules = TRANSFORMER_RULES):
     """
 
     def place(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_name(path)
         spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
         if len(spec) > leaf.ndim:  # e.g. a scalar that an optimizer keeps beside a moment
             spec = PartitionSpec()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpg.paths import path_name
 from jaxpg.types import Array
 
 Trainable = Callable[[str], bool]  # of a parameter's path, such as "actor/layers/attention/query"
@@ -66,9 +67,7 @@ def split(params, trainable: Trainable | None = None) -> tuple:
     Raises:
       ValueError: if nothing is trainable.
     """
-    names = jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
-    )
+    names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), params)
     chosen = jax.tree.map(lambda name: trainable is None or bool(trainable(name)), names)
     if trainable is not None and not any(jax.tree.leaves(chosen)):
         listed = ", ".join(jax.tree.leaves(names))

@@ -225,3 +225,13 @@ def test_retries_are_as_many_as_asked_for(tmp_path, monkeypatch):
     config = ladder.Config(smoke=True, scorer_retries=2, run_dir=tmp_path)
     run = ladder.prepare(config, name="retries")
     assert ladder.measure(run, run.held_out[:1], ["7"]) == {"accuracy": 1.0} and len(tried) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "least"), [("keep", 1), ("keep_best", 0), ("max_nonfinite", 0), ("scorer_retries", 0)]
+)
+def test_too_small_an_option_is_named_before_the_folder_is_made(option, least, tmp_path):
+    config = ladder.Config(smoke=True, run_dir=tmp_path / "run", **{option: least - 1})
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}={least - 1}: must be at least {least}"):
+        ladder.prepare(config, name="options")
+    assert not (tmp_path / "run").exists()

@@ -32,7 +32,6 @@ os.environ |= {
 
 import dataclasses
 import importlib.util
-import json
 import re
 import time
 from collections import Counter
@@ -45,7 +44,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from rich.console import Console
 
-from jaxpg import algorithms, cli, hlo, logprobs, report, sharding, train_state
+from jaxpg import algorithms, checks, cli, hlo, logprobs, report, run_folder, sharding, train_state
 from jaxpg.models import Model, num_parameters
 from jaxpg.models.presets import PRESETS
 from jaxpg.sampling import sample
@@ -141,9 +140,7 @@ def devices(topology: str):
 
 
 def _check_sizes(c: Config, meshes) -> None:
-    for name in ("sequences", "group_size", "num_microbatches", "prompt_length", "chunk"):
-        if getattr(c, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(c, name)}: must be at least 1")
+    checks.options_at_least(c, 1, "sequences", "group_size", "num_microbatches", "prompt_length", "chunk")
     if c.length <= c.prompt_length:
         raise ValueError(
             f"--length={c.length} leaves no room for a completion behind --prompt-length={c.prompt_length}"
@@ -345,7 +342,7 @@ def run(p: Prepared) -> None:
     if p.config.json:
         options = {k: v if isinstance(v, int | tuple) else v and str(v) for k, v in vars(p.config).items()}
         p.config.json.parent.mkdir(parents=True, exist_ok=True)
-        p.config.json.write_text(json.dumps({"config": options, "programs": results}, indent=2) + "\n")
+        run_folder.write_json(p.config.json, {"config": options, "programs": results})
 
 
 if __name__ == "__main__":

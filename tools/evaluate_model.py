@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxpg import cli, evaluate, report
+from jaxpg import checks, cli, evaluate, report
 from jaxpg.data import decode_completions, encode_prompts
 from jaxpg.models import Model, hf
 from jaxpg.sampling import generate
@@ -45,9 +45,7 @@ class Config:
 def prepare(config: Config):
     """Checks the options and loads the model."""
     c = config
-    for name in ("count", "samples", "batch", "max_new_tokens"):
-        if getattr(c, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(c, name)}: must be at least 1")
+    checks.options_at_least(c, 1, "count", "samples", "batch", "max_new_tokens")
     if not c.k or not all(1 <= k <= c.samples for k in c.k):
         raise ValueError(f"--k={' '.join(map(str, c.k))}: must lie between 1 and --samples={c.samples}")
     if not c.temperature > 0:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from jaxpg import cli
+from jaxpg import checks, cli
 
 STEPS = 60
 WIDTH = 1000  # the state is 12 MB: a save takes about as long as a step
@@ -162,8 +162,7 @@ def compare(undisturbed: Path, killed: Path) -> None:
 
 def prepare(config: Config) -> Config:
     """Checks the options."""
-    if config.kills < 1:
-        raise ValueError(f"--kills={config.kills}: must be at least 1")
+    checks.options_at_least(config, 1, "kills")
     return config
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from transformers import PreTrainedTokenizerBase
 
-from jaxpg import distributed, run_folder, sharding
+from jaxpg import checks, distributed, run_folder, sharding
 from jaxpg.data import characters, encode_prompts
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model
@@ -140,8 +140,7 @@ def leveled_task(levels: Sequence[int], *, family: ModuleType = arithmetic, spar
     """
     if not levels:
         raise ValueError("--levels is empty: name at least one")
-    if spare < 0:
-        raise ValueError(f"--spare={spare}: must be at least 0")
+    checks.at_least("--spare", spare, 0)
 
     def problems(seed: int, start: int, count: int):
         n = len(levels)
@@ -260,9 +259,8 @@ def _open_folder(c: Common) -> None:
 def _check_sizes(c: Common, shards: int, evaluation_batch: int) -> None:
     """Raises ValueError where the sizes do not divide each other."""
     positive = ("batch_size", "group_size", "minibatches", "num_microbatches", "epochs", "held_out", "rl_steps")
-    for name in (*positive, "evaluate_every"):
-        if getattr(c, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(c, name)}: must be at least 1")
+    checks.options_at_least(c, 1, *positive, "evaluate_every", "keep")
+    checks.options_at_least(c, 0, "keep_best", "max_nonfinite", "scorer_retries")
     if c.temperature <= 0:
         raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples of a prompt are the same")
     if c.batch_size % c.group_size:

@@ -28,6 +28,7 @@ from jaxpg import checks
 from jaxpg.models.config import Config
 from jaxpg.models.hf import names
 from jaxpg.models.hf.export import gather
+from jaxpg.paths import by_path, path_name
 from jaxpg.types import Array
 
 ATTENTION = ("attention/query", "attention/key", "attention/value", "attention/out")
@@ -120,9 +121,9 @@ def merge(config: Config, params: dict) -> dict:
     pairs = _pairs(params.get("lora", {}))
 
     def merged(path, weight: Array) -> Array:
-        if names.path_name(path) not in pairs:
+        if path_name(path) not in pairs:
             return weight
-        a, b = pairs[names.path_name(path)]
+        a, b = pairs[path_name(path)]
         product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(checks.as_float(a), b)
         return checks.as_float(weight) + product * (config.lora_alpha / a.shape[-1])
 
@@ -295,7 +296,7 @@ def _half(weight: names.Tensor, half: str, name: str, rank: int) -> names.Tensor
 
 
 def _leaves(tree) -> dict[str, Array]:
-    return {names.path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return by_path(tree)
 
 
 def _pairs(adapters: dict) -> dict[str, tuple[Array, Array]]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxpg.models.config import Config
 from jaxpg.models.hf import names
 from jaxpg.models.hf.config import to_hf
+from jaxpg.paths import by_path
 
 
 def save(
@@ -74,7 +75,7 @@ def save(
 
 
 def _check(table: dict, params: dict) -> dict[str, jax.Array]:
-    leaves = {names.path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    leaves = by_path(params)
     if leaves.keys() != table.keys():
         differ = sorted(leaves.keys() ^ table.keys())
         raise ValueError(f"params are not those of config, they differ in: {', '.join(differ)}")

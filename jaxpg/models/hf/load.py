@@ -16,6 +16,7 @@ from jaxpg.models.config import Config
 from jaxpg.models.hf import names
 from jaxpg.models.hf.config import RUNTIME, from_dict
 from jaxpg.models.hf.source import Directory, Source
+from jaxpg.paths import path_name
 
 # What checkpoints hold beside parameters.
 BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
@@ -70,7 +71,7 @@ def load(
         places = sharding.shardings(mesh, shapes, rules)
 
     def assemble(path, shape, place):
-        return _assemble(table[names.path_name(path)], shape.shape, jnp.dtype(dtype), place, source)
+        return _assemble(table[path_name(path)], shape.shape, jnp.dtype(dtype), place, source)
 
     params = jax.tree_util.tree_map_with_path(assemble, shapes, places)
     return Loaded(config, params, source.tokenizer())

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpg.models.config import Config
 from jaxpg.models.transformer import INPUT_AXES, Model
+from jaxpg.paths import by_path
 
 TOP = {
     "embedding": "model.embed_tokens.weight",
@@ -99,12 +100,7 @@ def shapes(config: Config) -> dict:
 @lru_cache
 def tensors(config: Config) -> dict[str, list[Tensor]]:
     """Maps the path of each parameter, such as "layers/attention/query", to the tensors that it is made of."""
-    leaves = jax.tree_util.tree_flatten_with_path(shapes(config))[0]
-    return {path_name(path): list(_of(config, path_name(path), leaf.shape)) for path, leaf in leaves}
-
-
-def path_name(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return {path: list(_of(config, path, leaf.shape)) for path, leaf in by_path(shapes(config)).items()}
 
 
 def _of(config: Config, path: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
