@@ -46,7 +46,7 @@ def conclude(session: Session, before: list[str], after: list[str], *, seconds: 
     figures += [("sampled tokens/s", f"{found['sampled_tokens_per_second']:,.0f}")]
     console.print(report.table(f"{run.name}, seed {c.seed}", ("", "value"), figures))
     changed = [i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
-    shown = (changed + [i for i in range(len(before)) if i not in set(changed)])[:8]
+    shown = (changed + [i for i in range(len(before)) if i not in set(changed)])[:10]
     lines = [(shorten(run.held_out[i].prompt), before[i], after[i], run.held_out[i].answer) for i in shown]
     console.print(report.table("Held-out problems", ("prompt", "before", "after", "answer"), lines))
     for sentence in report.in_words(rl):

@@ -60,8 +60,9 @@ class Transformer(nn.Module):
             (logits,) = few_rows(hidden, table, dtype=jnp.float32)
         else:
             table = (self.embedding if c.tie_embeddings else self.head).astype(c.dtype)
-            # Whole features: over tensor the logits are cut along the vocabulary, and not added up.
-            table, hidden = constrain(table, "tensor"), constrain_rows(hidden)
+            # Whole features: over tensor the logits are cut along the vocabulary, and not added up. Gathered over fsdp,
+            # then exchanged over tensor: in one go XLA would make the whole table on every device.
+            table, hidden = constrain(constrain(table, None, "tensor"), "tensor"), constrain_rows(hidden)
             logits = jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
             logits = constrain(logits, ("data", "fsdp"), *[None] * (logits.ndim - 2), "tensor")
         return logits if c.final_softcap is None else c.final_softcap * jnp.tanh(logits / c.final_softcap)
