@@ -55,6 +55,7 @@ def prepare(config: Config) -> Runs:
     names, base = config.granularities, config.run_dir or Path("runs/step_level")
     if not names or not set(names) <= set(ACTIONS):
         raise ValueError(f"--granularities={' '.join(names)}: choose among {', '.join(ACTIONS)}")
+    names = names[:2] if config.smoke else names  # a third training would take a smoke run over half a minute
 
     def one(name: str, seed: int) -> ladder.Run:
         start = config.warm_start or (None if name == names[0] else base / names[0] / f"seed_{seed}")

@@ -27,6 +27,8 @@ def warm_up(session: Session) -> dict:
     run, c = session.run, session.run.config
     places = sharding.shardings(run.mesh, jax.eval_shape(run.model.init, jax.random.key(0)))
     params = jax.jit(lambda: run.model.init(jax.random.key(c.seed)), out_shardings=places)()
+    if c.warm_start is not None:
+        return _taken_over(run, params)
     # The model's own distribution, whatever the temperature of the sampler will be.
     state, update = start(
         run,
@@ -35,8 +37,6 @@ def warm_up(session: Session) -> dict:
         policy=actor(run.model, temperature=1.0),
         learning_rate=c.warmup_learning_rate,
     )
-    if c.warm_start is not None:
-        return _taken_over(run, state.params)
     journal, greedy = session.journal("warmup"), session.greedy
     length = run.prompt_length + run.max_new_tokens
     validation = run.task.problems(stream(c, VALIDATION), 0, 2 * EVALUATION_BATCH)
