@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 from rich.console import Console
 
-from jaxpg import cli, ladder, report
+from jaxpg import cli, distributed, ladder, report
 
 RUNGS = (
     *("reinforce", "reinforce_baseline", "actor_critic", "trpo", "ppo_penalty", "ppo_clip"),
@@ -37,7 +37,7 @@ RUNGS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(distributed.Options):
     """Options of the comparison."""
 
     rungs: tuple[str, ...] = RUNGS
@@ -146,7 +146,8 @@ def compare(config: Config) -> None:
         "length, right",
         "length, wrong",
     )
-    Console().print(report.table(f"{config.samples:,} samples, {len(config.seeds)} seeds", columns, rows))
+    console = Console(quiet=not distributed.is_first())
+    console.print(report.table(f"{config.samples:,} samples, {len(config.seeds)} seeds", columns, rows))
 
 
 def line(config: Config, rung: str, runs: list[dict]) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ import jax
 
 from jaxpg import algorithms, cli, ladder, logprobs, loop, sharding
 from jaxpg.models import Model, hf, lora
-from jaxpg.sampling import prepare as lay_out
 from jaxpg.tasks import catalog, chat
 
 
@@ -106,7 +105,7 @@ def train(prepared) -> None:
         del params  # the state has copies
         step = loop.policy_gradient_step(
             prompts=ladder.prompts(run),
-            sample=ladder.sampler(run, acting=lay_out),
+            sample=ladder.sampler(run),
             score=ladder.scorer(run),
             experience=ladder.experience(run),
             to_batch=ladder.to_batch(run, algorithm),

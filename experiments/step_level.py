@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jaxpg import algorithms, cli, ladder, loop, report, segments
+from jaxpg import algorithms, cli, distributed, ladder, loop, report, segments
 from jaxpg.tasks import steps
 
 # The actions of a rollout, of which the steps are numbered.
@@ -103,9 +103,11 @@ def scorer(run: ladder.Run, granularity: str):
     reward_steps = steps.make_rewards(run.tokenizer)
 
     def score(problems, rollout) -> loop.Scores:
-        token_rewards, numbered = reward_steps(problems, rollout.tokens, rollout.action_mask)
+        mine, own = distributed.pick_local(run.mesh, problems), distributed.local(rollout)
+        found = reward_steps(mine, own.tokens, own.action_mask)
+        token_rewards, numbered, mask = distributed.gather(run.mesh, (*found, own.action_mask))
         outcomes = np.zeros((len(problems), len(numbered) // len(problems)), np.float32)  # the steps' rewards are all
-        actions = np.asarray(ACTIONS[granularity](numbered, rollout.action_mask))
+        actions = np.asarray(ACTIONS[granularity](numbered, mask))
         return loop.Scores(outcomes, np.ones(outcomes.shape, bool), token_rewards, actions)
 
     return score
@@ -124,7 +126,8 @@ def compare(runs: Runs) -> None:
     report.draw_bands(c.run_dir.parents[1] / "curves.png", panels)
     rows = [(name, y.replace("_", " "), *ladder.gains(f, y)) for y in measures for name, f in folders.items()]
     columns = ("actions", "held out", "before", "after", "gain by seed")
-    Console().print(report.table(f"{c.rl_steps * c.batch_size:,} samples", columns, rows))
+    console = Console(quiet=not distributed.is_first())
+    console.print(report.table(f"{c.rl_steps * c.batch_size:,} samples", columns, rows))
 
 
 if __name__ == "__main__":

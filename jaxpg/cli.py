@@ -57,7 +57,7 @@ def _parse(config: type[Config], description: str, args: list[str] | None) -> Co
 
 def _join_others(options) -> None:
     """Becomes one of several processes, if there are options that say so; before anything else of JAX."""
-    if hasattr(options, "distributed"):
+    if isinstance(options, distributed.Options):
         distributed.initialize(
             detect=options.distributed,
             coordinator=options.coordinator,

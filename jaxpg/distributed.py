@@ -5,12 +5,27 @@ completions of the rows that lie on its own devices, and small results, such as 
 that all of them take the same decisions. One process, number 0, writes the records.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpg import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of every program that may run in many processes."""
+
+    distributed: bool = False  # join the processes that Slurm, Open MPI or a TPU pod started
+    coordinator: str | None = None  # in place of that, host:port of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
 
 
 def initialize(
@@ -103,6 +118,12 @@ def gather(mesh: Mesh, tree):
     if jax.process_count() == 1:
         return jax.tree.map(np.asarray, tree)
     return fetch(sharding.put_rows(mesh, tree))
+
+
+def meet(where: str) -> None:
+    """Waits until all processes have come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)
 
 
 def agree(message: str | None) -> str | None:

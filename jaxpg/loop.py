@@ -26,7 +26,10 @@ Row = dict[str, float]
 Step = Callable[[TrainState, int], tuple[TrainState, Row]]
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict]]
 # What to turn where a device has too little memory.
-SAMPLE_KNOBS = "fewer completions a step (--batch-size), shorter ones (--max-new-tokens), more of --mesh fsdp or tensor"
+SAMPLE_KNOBS = (
+    "fewer completions a step (--batch-size), shorter ones (--max-new-tokens), a --sampler-mesh with more of tensor or "
+    "with fsdp, which gathers weights for every token"
+)
 UPDATE_KNOBS = (
     "more --num-microbatches, which changes no result; rematerialisation; log-probs by `logprobs.from_hidden`, which "
     "keeps no logits; more of --mesh fsdp or tensor"

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxpg import distributed
+
 
 def progress(console: Console) -> Progress:
     """A live bar that ends in the numbers of the moment: `progress.update(task, numbers="reward 0.7")`."""
@@ -116,7 +118,7 @@ def draw_curves(
         axes.set(title=panel, xlabel=x, ylim=limits)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def draw_histogram(path: Path, values: dict[str, Sequence[float]], *, title: str, x: str):
@@ -137,7 +139,7 @@ def draw_histogram(path: Path, values: dict[str, Sequence[float]], *, title: str
     axes.set(title=title, xlabel=x, ylabel="how many")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 class Band(NamedTuple):
@@ -162,7 +164,7 @@ def draw_bands(path: Path, panels: dict[str, dict[str, Band]]):
         axes.set(title=panel)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def draw_points(path: Path, points: dict[str, dict[str, tuple[float, float]]], *, x: str, y: str):
@@ -186,4 +188,10 @@ def draw_points(path: Path, points: dict[str, dict[str, tuple[float, float]]], *
         axes.set(title=panel, xlabel=x, ylabel=y, yscale="log")
         axes.margins(0.25)
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
+
+
+def _save(figure, path: Path) -> None:
+    """Writes a picture, the first process for all."""
+    if distributed.is_first():
+        figure.savefig(path, dpi=120)

@@ -4,22 +4,33 @@ import dataclasses
 import json
 from pathlib import Path
 
+from jaxpg import distributed
 
-def open_run(run_dir: Path, config: dict, *, resume: bool) -> Path:
-    """Makes the folder of a run, or returns to it.
+
+def open_run(run_dir: Path, config: dict, *, resume: bool) -> None:
+    """Makes the folder of a run, or returns to it: the first process for all, and what it finds wrong they all raise.
 
     Args:
       run_dir: the folder.
       config: what makes this run different from others, JSON values.
       resume: go on with the run that the folder holds; where it holds none, start one.
 
-    Returns:
-      `run_dir`.
-
     Raises:
       ValueError: if the folder holds a run and `resume` is off, a run of another configuration, or something else.
         Nothing has been written then.
     """
+    wrong = None
+    try:
+        if distributed.is_first():
+            _open(run_dir, config, resume=resume)
+    except ValueError as error:
+        wrong = str(error)
+    wrong = distributed.agree(wrong)
+    if wrong is not None:
+        raise ValueError(wrong)
+
+
+def _open(run_dir: Path, config: dict, *, resume: bool) -> None:
     path = run_dir / "config.json"
     if path.exists():
         differences = _differences(json.loads(path.read_text()), config)
@@ -33,12 +44,11 @@ def open_run(run_dir: Path, config: dict, *, resume: bool) -> Path:
                 f"--run-dir={run_dir} already holds this run: pass --resume to go on with it, "
                 "or choose another --run-dir"
             )
-        return run_dir
+        return
     if run_dir.exists() and not (run_dir.is_dir() and all(_is_partial(found) for found in run_dir.iterdir())):
         raise ValueError(f"--run-dir={run_dir} exists and is not the folder of a run: choose another --run-dir")
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(path, config)
-    return run_dir
 
 
 def write_json(path: Path, value) -> None:

@@ -77,6 +77,14 @@ def make_mesh(spec: str = "data=-1", *, devices: Sequence[jax.Device] | None = N
         raise ValueError(f"mesh={spec!r}: each size must be a product of sizes of the chips' torus: {said}") from error
 
 
+def folded(mesh: Mesh) -> Mesh:
+    """The mesh with fsdp folded into data: rows stay where they are, weights are cut over tensor alone."""
+    if mesh.shape["fsdp"] == 1:
+        return mesh
+    devices = mesh.devices.reshape(-1, 1, mesh.shape["tensor"])
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def shardings(mesh: Mesh, tree, rules: Rules = TRANSFORMER_RULES):
     """Maps a pytree of arrays (or shapes) to a pytree of NamedShardings.
 

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,15 +29,56 @@ def compiled_programs() -> str:
     return tempfile.mkdtemp()
 
 
-def launch(path: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
-    """Runs a file as a user does, on so many virtual devices; most of its time would be compilation."""
+def environment(devices: int) -> dict[str, str]:
+    """Of a process with so many virtual devices; most of its time would be compilation."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     quick = {"JAX_COMPILATION_CACHE_DIR": compiled_programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    return os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+def launch(path: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
+    """Runs a file as a user does."""
     return subprocess.run(
         [sys.executable, str(path), *arguments],
-        env=os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=environment(devices),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+def by_flags(i: int, count: int, port: int):
+    """How a process is told of the others: options, environment."""
+    return ["--coordinator", f"localhost:{port}", "--num-processes", str(count), "--process-id", str(i)], {}
+
+
+def start_together(path: Path, *arguments: str, count: int, found=by_flags) -> list[subprocess.Popen]:
+    """Starts a file in several processes, on eight virtual devices in all; one alone is told of no others."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for i in range(count):
+        options, told = found(i, count, port) if count > 1 else ([], {})
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(path), *arguments, *options],
+                env=environment(8 // count) | told,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return processes
+
+
+def finish(processes: list[subprocess.Popen]) -> None:
+    """Waits for processes, all of which should end well; none is left behind."""
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in processes:
+            process.kill()

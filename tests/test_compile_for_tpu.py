@@ -39,7 +39,7 @@ def compiled(folder: Path, *arguments: str) -> dict:
 
 def test_update_and_sampler_and_what_fsdp_saves(tmp_path):
     cut = compiled(tmp_path, "--mesh", "fsdp=2,tensor=2")
-    assert set(cut) == {"update", "sampler"} and all(found["fits"] for found in cut.values())
+    assert set(cut) == {"update", "reshard", "sampler"} and all(found["fits"] for found in cut.values())
     for found in cut.values():
         assert sum(found["collective_bytes_by_kind"].values()) == pytest.approx(found["collective_bytes"])
         assert sum(found["collective_bytes_by_axis"].values()) == pytest.approx(found["collective_bytes"])
@@ -47,11 +47,15 @@ def test_update_and_sampler_and_what_fsdp_saves(tmp_path):
         memory = found["memory_bytes"]
         kinds = ("arguments", "outputs", "temporaries", "code")
         assert memory["total"] == sum(memory[kind] for kind in kinds) - memory["aliased"]
+    given = cut["update"]["memory_bytes"]["arguments"]  # parameters and both moments, and a few rows
     assert cut["update"]["loops_of_unknown_length"] == []
     assert any("fsdp" in axes for axes in cut["update"]["collective_bytes_by_axis"])
+    # Weights are gathered once, in bfloat16, and not by the sampler.
+    assert all("fsdp" in axes for axes in cut["reshard"]["collective_bytes_by_axis"])
+    assert not any("fsdp" in axes for axes in cut["sampler"]["collective_bytes_by_axis"])
+    assert cut["reshard"]["memory_bytes"]["outputs"] == pytest.approx(given / 3, rel=0.1), "one of three, twice, halved"
 
     whole = compiled(tmp_path, "--mesh", "data=2,tensor=2", "--programs", "update")
-    # Half of the parameters and of both moments, which are all that a device is given but for a few rows.
     given = [found["update"]["memory_bytes"]["arguments"] for found in (cut, whole)]
     assert given[0] == pytest.approx(given[1] / 2, rel=0.15)
     totals = [found["update"]["memory_bytes"]["total"] for found in (cut, whole)]

@@ -1,17 +1,13 @@
 """Several real processes on one machine: the same run as in one process, and an end in time when one of them dies."""
 
 import json
-import os
 import shlex
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from launching import ROOT, compiled_programs, launch
+from launching import ROOT, by_flags, finish, launch, start_together
 
 from jaxpg import distributed, sharding
 from jaxpg.metrics import read_jsonl
@@ -19,14 +15,9 @@ from jaxpg.metrics import read_jsonl
 MESH = "data=2,fsdp=2,tensor=2"
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
-
-
-def by_flags(i, count, port):
-    return ["--coordinator", f"localhost:{port}", "--num-processes", str(count), "--process-id", str(i)], {}
+def start(folder, count, *, found=by_flags, arguments=()):
+    options = ("--smoke", "--mesh", MESH, "--run-dir", str(folder), *arguments)
+    return start_together(ROOT / "tests" / "run_grpo.py", *options, count=count, found=found)
 
 
 def by_open_mpi(i, count, port):
@@ -40,32 +31,6 @@ def by_open_mpi(i, count, port):
 def by_slurm(i, count, port):
     told = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": count, "PROCID": i, "LOCALID": i, "STEP_NUM_NODES": 1}
     return ["--distributed"], {f"SLURM_{k}": str(v) for k, v in told.items()} | {"JAX_COORDINATOR_PORT": str(port)}
-
-
-def start(folder, count, *, found=by_flags, arguments=()):
-    """Starts the processes of a run on eight virtual devices in all; one alone is told of no others."""
-    processes, port = [], free_port()
-    quick = {"JAX_COMPILATION_CACHE_DIR": compiled_programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
-    flags = f"--xla_force_host_platform_device_count={8 // count} --xla_backend_optimization_level=0"
-    for i in range(count):
-        options, told = found(i, count, port) if count > 1 else ([], {})
-        command = [sys.executable, str(ROOT / "tests" / "run_grpo.py"), "--smoke", "--mesh", MESH, *options, *arguments]
-        processes.append(
-            subprocess.Popen(
-                [*command, "--run-dir", str(folder)],
-                env=os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | told,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return processes
-
-
-def finish(processes):
-    for process in processes:
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said[-3000:]
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,17 @@ import pytest
 from jaxpg import algorithms, ladder, sharding, train_state
 from jaxpg.models import Config, Model, lora
 from jaxpg.types import Batch
-from jaxpg.update import make_update
+from jaxpg.update import adamw, make_update
 
 MESHES = ("data=8", "data=2,fsdp=4", "data=2,fsdp=2,tensor=2", "tensor=8")
 ROWS, LENGTH, VOCABULARY = 16, 12, 32
 
 
-def make_model(**more):
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_size": 64}
-    return Model(Config(vocab_size=VOCABULARY, max_length=LENGTH, tie_embeddings=False, **sizes, **more))
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_size": 64}
+
+
+def make_model(**change):
+    return Model(Config(vocab_size=VOCABULARY, max_length=LENGTH, tie_embeddings=False, **(SIZES | change)))
 
 
 def make_batch():
@@ -81,3 +83,26 @@ def test_loss_and_gradient_are_those_of_one_device(build, capfd):
         np.testing.assert_allclose(found, loss, rtol=1e-5, err_msg=spec)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest), there, gradient)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+def peak_memory(spec):
+    """Bytes that a device needs for an update of AdamW: what it is given and what it holds meanwhile."""
+    model, optimizer, mesh = (
+        make_model(hidden_size=256, head_dim=32, mlp_size=1024, num_layers=8, remat=True),
+        adamw(1e-3),
+        sharding.make_mesh(spec),
+    )
+    state = jax.eval_shape(lambda: train_state.init(model.init(jax.random.key(0)), optimizer, jax.random.key(0)))
+    places = sharding.shardings(mesh, state)
+    state = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
+    update = make_update(algorithms.make_loss_fn(algorithms.grpo(), ladder.actor(model, temperature=1.0)), optimizer)
+    with jax.set_mesh(mesh):
+        step = jax.jit(update, donate_argnums=0, out_shardings=(places, sharding.replicated(mesh)))
+        found = step.lower(state, sharding.put_rows(mesh, make_batch())).compile().memory_analysis()
+    return found.argument_size_in_bytes + found.temp_size_in_bytes
+
+
+def test_memory_falls_with_fsdp():
+    """Parameters, gradients and moments are nearly all of it here, and each device has an eighth of them."""
+    alone, shared = peak_memory("data=8"), peak_memory("fsdp=8")
+    assert alone / 8 <= shared < 1.15 * alone / 8

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launching import EXPERIMENTS, launch, load
+from launching import EXPERIMENTS, finish, launch, load, start_together
 
 from jaxpg import algorithms, ladder, logprobs, loop, rlhf
 from jaxpg.data import characters, encode_demonstrations, pack
@@ -194,6 +194,18 @@ def test_the_steps_follow_each_other_on_a_mesh_of_eight_devices(tmp_path):
     sft, actor = (hf.load(tmp_path / "rlhf" / name / "model").params for name in ("sft", "ppo"))
     assert max(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.abs(a - b).max(), sft, actor))) > 0
     _refusals(options)
+    _the_same_by_two_processes(tmp_path / "rlhf", ppo)
+
+
+def _the_same_by_two_processes(folder, expected):
+    """Step 3 again, by two processes, in another folder of the same steps."""
+    options = ("--smoke", "--mesh", "data=2,fsdp=2,tensor=2", "--run-dir", str(folder), "--name", "together")
+    finish(start_together(step_file("ppo"), *options, count=2))
+    for row, wanted in zip(read_jsonl(folder / "together" / "metrics.jsonl"), expected, strict=True):
+        assert row.keys() == wanted.keys()
+        for name in ("score/learned", "score/true", "loss", "grad_norm", "entropy", "completion_length"):
+            np.testing.assert_allclose(row[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert (folder / "together" / "curves.png").exists() and (folder / "together" / "model").exists()
 
 
 def _refusals(options):
@@ -249,7 +261,7 @@ def test_the_reward_model_learns_above_chance_in_a_small_budget(tmp_path):
     params = {"trunk": run.params, "head": {"kernel": jnp.zeros(64), "bias": jnp.zeros(())}}
     with jax.set_mesh(run.mesh):
         state, update = ladder.start_loss(run, module.loss_fn(run), params, optimizer=adamw(3e-3))
-        step = loop.supervised_step(rlhf.pair_batches(run, seen), update)
+        step = loop.supervised_step(rlhf.pair_batches(run, rlhf.encode_pairs(run, seen)), update)
         for k in range(40):
             state, _ = step(state, k)
     batch = rlhf.encode_pairs(run, held_out)

@@ -1,17 +1,19 @@
-"""Compiles the update step and the sampler for TPUs, without a TPU, and says what a chip would hold and do.
+"""Compiles update, sampler and the way between them for TPUs, without a TPU, and says what a chip would hold and do.
 
     python tools/compile_for_tpu.py --model qwen3-8b --topology v5p:8x8x8 --mesh fsdp=64,tensor=8 --algorithm grpo
     python tools/compile_for_tpu.py --model llama-3.1-70b --topology v5p:4x4x8 --mesh fsdp=16,tensor=8 --programs update
 
 It needs libtpu (extra `tpu-compile`). Programs are those of a run: `update.make_update` with the algorithm's loss,
-AdamW and a donated state, and `sampling.sample`. Of parameters there are shapes alone; nothing is allocated. Memory and
+AdamW and a donated state, and `sampling.sample`; `reshard` moves the parameters from the mesh of one to that of the
+other, once a rollout (`sampling/resharding.py`). Of parameters there are shapes alone; nothing is allocated. Memory and
 collectives are the compiled program's. Times are estimates: nothing has run. What they are made of:
 
   kernels      the compiler's cycles for each of its kernels, times the trip counts of the loops around it, over the
                clock. XLA's own `optimal_seconds` counts each loop's body once and is of no use for a training step.
   attention    Pallas kernels, of which the compiler knows no time: their FLOPs at half of the chip's peak.
-  collectives  bytes received over the bandwidth of one torus axis. Asynchronous ones are taken to be hidden behind the
-               rest, the others not: time = max(kernels + attention, hidden collectives) + other collectives.
+  collectives  bytes received over the bandwidth of the torus axes that their mesh axes run along (Austin et al. 2025,
+               "How to Scale Your Model", part 3). Asynchronous ones are taken to be hidden behind the rest, the others
+               not: time = max(kernels + attention, hidden collectives) + other collectives.
 
 The model-FLOPs share is (6·N·tokens + 6·layers·heads·head_dim·Σ length²) / (time · peak): N parameters without the
 embedding's look-up, causal attention counted by half, recomputation not at all (Chowdhery et al. 2022, appendix B).
@@ -41,6 +43,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from rich.console import Console
 
@@ -48,6 +51,7 @@ from jaxpg import algorithms, checks, cli, hlo, logprobs, report, run_folder, sh
 from jaxpg.models import Model, num_parameters
 from jaxpg.models.presets import PRESETS
 from jaxpg.sampling import sample
+from jaxpg.sampling.resharding import make_cast
 from jaxpg.types import Batch
 from jaxpg.update import adamw, make_update
 
@@ -79,9 +83,9 @@ class Config:
     model: str = "qwen3-8b"  # a name in jaxpg.models.presets
     topology: str = "v5p:8x8x8"  # v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:2x2x1: chips along each torus axis
     mesh: str = "fsdp=-1"  # of the update, e.g. fsdp=64,tensor=8
-    sampler_mesh: str | None = None  # default that of the update
+    sampler_mesh: str | None = None  # default that of the update with fsdp folded into data
     algorithm: Literal["reinforce", "ppo_clip", "rloo", "grpo", "dr_grpo", "gspo", "cispo"] = "grpo"
-    programs: tuple[Literal["update", "sampler"], ...] = ("update", "sampler")
+    programs: tuple[Literal["update", "reshard", "sampler"], ...] = ("update", "reshard", "sampler")
     sequences: int = 512  # completions an update
     group_size: int = 8  # completions a prompt
     length: int = 4096  # prompt and completion, in tokens
@@ -103,7 +107,7 @@ class Prepared(NamedTuple):
     config: Config
     model: Model
     chip: Chip
-    meshes: dict[str, jax.sharding.Mesh]  # of each program
+    meshes: dict[str, jax.sharding.Mesh]  # by program
 
 
 def prepare(c: Config) -> Prepared:
@@ -112,15 +116,19 @@ def prepare(c: Config) -> Prepared:
         raise ValueError("libtpu is not installed: pip install -c constraints.txt -e '.[tpu-compile]'")
     if c.model not in PRESETS:
         raise ValueError(f"--model={c.model!r}: there is no such preset, choose among {', '.join(PRESETS)}")
-    meshes = {
-        "update": sharding.make_mesh(c.mesh, devices=devices(c.topology)),
-        "sampler": sharding.make_mesh(c.sampler_mesh or c.mesh, devices=devices(c.topology)),
-    }
-    meshes = {name: meshes[name] for name in c.programs}
-    _check_sizes(c, meshes)
+    there = devices(c.topology)
+    mesh = sharding.make_mesh(c.mesh, devices=there)
+    sampled = sharding.folded(mesh) if c.sampler_mesh is None else sharding.make_mesh(c.sampler_mesh, devices=there)
+    if "reshard" in c.programs and list(mesh.devices.flat) != list(sampled.devices.flat):
+        raise ValueError(
+            f"--sampler-mesh={c.sampler_mesh} has the devices in another order than --mesh={c.mesh}: leave reshard out "
+            "of --programs, it cannot be compiled as one program"
+        )
+    meshes = {"update": mesh, "reshard": mesh, "sampler": sampled}
+    _check_sizes(c, {name: meshes[name] for name in c.programs if name != "reshard"})
     model = build(c)
-    for mesh in meshes.values():
-        sharding.shardings(mesh, jax.eval_shape(lambda: model.init(jax.random.key(0))))
+    for place in (mesh, sampled):
+        sharding.shardings(place, jax.eval_shape(lambda: model.init(jax.random.key(0))))
     return Prepared(c, model, CHIPS[c.topology.split(":")[0]], meshes)
 
 
@@ -204,12 +212,20 @@ def lower_sampler(p: Prepared):
         stop_tokens=(0,),
         unroll=False,
     )
-    params = jax.eval_shape(lambda: p.model.init(jax.random.key(0)))
+    params = jax.eval_shape(lambda: make_cast(p.model, mesh)(p.model.init(jax.random.key(0))))
     rows = partial(jax.ShapeDtypeStruct, (c.sequences // c.group_size, c.prompt_length), sharding=sharding.rows(mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.replicated(mesh))
     jitted = jax.jit(draw, out_shardings=sharding.rows(mesh))
     return jitted.lower(placed(params, sharding.shardings(mesh, params)), rows(jnp.int32), rows(bool), key)
+
+
+def lower_reshard(p: Prepared):
+    """The parameters' way from the update to the sampler, as `resharding.on_mesh` takes it."""
+    here, there = p.meshes["reshard"], p.meshes["sampler"]
+    params = jax.eval_shape(lambda: p.model.init(jax.random.key(0)))
+    jitted = jax.jit(make_cast(p.model, here), out_shardings=sharding.shardings(there, params))
+    return jitted.lower(placed(params, sharding.shardings(here, params)))
 
 
 def placed(shapes, places):
@@ -221,7 +237,7 @@ def measure(p: Prepared, name: str) -> dict[str, Any]:
     """Compiles one program and reads off what it says about a device."""
     mesh, started = p.meshes[name], time.perf_counter()
     with jax.set_mesh(mesh):
-        lowered = {"update": lower_update, "sampler": lower_sampler}[name](p)
+        lowered = {"update": lower_update, "reshard": lower_reshard, "sampler": lower_sampler}[name](p)
     found = {"mesh": dict(mesh.shape), "devices": mesh.size, "capacity_bytes": p.chip.hbm * 2**30}
     try:
         compiled = lowered.compile()
@@ -257,7 +273,7 @@ def work(p: Prepared, name: str, compiled, program: hlo.Program) -> dict[str, An
         total = one.times * one.bytes
         by_kind[one.kind] += total
         by_axis["+".join(one.axes)] += total
-        waits[one.hidden] += total / chip.axis
+        waits[one.hidden] += total / (chip.axis * torus_axes(mesh, one.axes))
     pallas = attention_flops(p, name) / mesh.size
     seconds = {
         "kernels": program.cycles() / chip.clock,
@@ -283,6 +299,13 @@ def work(p: Prepared, name: str, compiled, program: hlo.Program) -> dict[str, An
     return found
 
 
+def torus_axes(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
+    """Along how many axes of the chips' torus the devices of a group lie, at least one."""
+    along = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    places = np.array([device.coords for device in np.ravel(mesh.devices[along])])
+    return max(int((places != places[0]).any(0).sum()), 1)
+
+
 def model_flops(p: Prepared) -> float:
     """6·N·tokens and causal attention, of one update on all devices."""
     c, config = p.config, p.model.config
@@ -296,7 +319,7 @@ def model_flops(p: Prepared) -> float:
 def attention_flops(p: Prepared, name: str) -> float:
     """What the Pallas kernels do on all devices, causal halves: 2 products forwards, 7 backwards; whole windows."""
     c, config = p.config, p.model.config
-    if c.attention != "splash":
+    if c.attention != "splash" or name == "reshard":
         return 0.0
     update = name == "update"
     rows, length = (c.sequences, c.length) if update else (c.sequences // c.group_size, c.prompt_length)
@@ -337,7 +360,7 @@ def _summary(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run(p: Prepared) -> None:
-    results = {name: measure(p, name) for name in p.meshes}
+    results = {name: measure(p, name) for name in p.config.programs}
     show(p, results)
     if p.config.json:
         options = {k: v if isinstance(v, int | tuple) else v and str(v) for k, v in vars(p.config).items()}

@@ -14,9 +14,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxpg import checks, cli, ladder, loop, preference, rlhf
-from jaxpg.types import Weighted
+from jaxpg import checks, cli, ladder, loop, preference, rlhf, sharding
+from jaxpg.types import Batch, Weighted
 from jaxpg.update import adamw
 
 
@@ -37,24 +38,31 @@ def prepare(config: Config) -> rlhf.Run:
     return rlhf.prepare(config, step="dpo", after=("sft", "reward_model"))
 
 
-def completion_log_probs(run: rlhf.Run):
-    """Builds (params, batch [N, 2, T]) -> log π of each completion [N, 2]."""
+def token_log_probs(run: rlhf.Run):
+    """Builds (params, batch [N, 2, T]) -> log π of each token [N, 2, T]."""
     log_probs = ladder.actor(run.model, temperature=run.config.temperature)
 
     def of(params, batch):
         rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), dataclasses.replace(batch, kl_coef=None))
-        summed = preference.sequence_log_probs(log_probs(params, rows)[0], rows.action_mask)
-        return summed.reshape(batch.tokens.shape[:2])
+        return log_probs(params, rows)[0].reshape(batch.tokens.shape)
 
     return of
 
 
+def with_reference(run: rlhf.Run, pairs: Batch) -> Batch:
+    """Adds the reference's log-probs, once for all steps: neither it nor the pairs change."""
+    of, size = jax.jit(token_log_probs(run), out_shardings=sharding.replicated(run.mesh)), run.config.batch_size
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + size], pairs) for i in range(0, len(pairs.tokens), size)]
+    return dataclasses.replace(pairs, ref_log_probs=np.concatenate([of(run.params, part) for part in parts]))
+
+
 def loss_fn(run: rlhf.Run):
     """The mean of −log σ(β·(log-ratio of the chosen − log-ratio of the rejected)) over pairs."""
-    c, of, reference = run.config, completion_log_probs(run), run.params
+    c, of = run.config, token_log_probs(run)
 
     def loss(params, batch):
-        ours, theirs = of(params, batch), jax.lax.stop_gradient(of(reference, batch))
+        ours = preference.sequence_log_probs(of(params, batch), batch.action_mask)
+        theirs = preference.sequence_log_probs(batch.ref_log_probs, batch.action_mask)
         per_pair, aux = preference.dpo(*ours.T, *theirs.T, beta=c.beta, label_smoothing=c.label_smoothing)
         count = jnp.float32(len(ours))
         return Weighted(per_pair.sum(), count), {
@@ -70,7 +78,7 @@ def train(run: rlhf.Run) -> None:
     """Learns which completions are preferred, as a policy."""
     c, before = run.config, run.config.run_dir / "reward_model"
     with rlhf.session(run) as session:
-        pairs = rlhf.read_pairs(before / "pairs.jsonl")
+        pairs = with_reference(run, rlhf.encode_pairs(run, rlhf.read_pairs(before / "pairs.jsonl")))
         optimizer = adamw(ladder.rise_and_fall(c.learning_rate, updates=c.steps), b2=0.99)
         state, update = ladder.start_loss(run, loss_fn(run), run.params, optimizer=optimizer)
         step = loop.supervised_step(rlhf.pair_batches(run, pairs), update)

@@ -67,7 +67,7 @@ def train(run: rlhf.Run) -> None:
         params = {"trunk": run.params, "head": heads.init(session.key, run.model.config.hidden_size)}
         optimizer = adamw(ladder.rise_and_fall(c.learning_rate, updates=c.steps), b2=0.99)
         state, update = ladder.start_loss(run, loss_fn(run), params, optimizer=optimizer)
-        step = loop.supervised_step(rlhf.pair_batches(run, pairs), update)
+        step = loop.supervised_step(rlhf.pair_batches(run, rlhf.encode_pairs(run, pairs)), update)
         state = rlhf.fit(session, step, state, show=("loss", "accuracy"))
 
         score = rlhf.compiled_rewards(run)

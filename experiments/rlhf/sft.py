@@ -55,7 +55,7 @@ def train(run: rlhf.Run) -> None:
 
         def batch(k: int):
             rows = draws.rows(len(packed.tokens), c.seed, k * c.batch_size, c.batch_size)
-            return sharding.put_rows(run.mesh, jax.tree.map(lambda x: x[rows], packed))
+            return sharding.put_whole(run.mesh, jax.tree.map(lambda x: x[rows], packed))
 
         state, update = ladder.start(
             run,

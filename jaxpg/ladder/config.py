@@ -29,10 +29,8 @@ NOT_IDENTITY = (
     "checkpoint_every",
     "keep",
     "keep_best",
-    "distributed",
-    "coordinator",
-    "num_processes",
-    "process_id",
+    "sampler_mesh",
+    *distributed.OPTIONS,
 )
 # What --smoke replaces: a few small steps, to see that everything runs.
 SMOKE = {
@@ -48,7 +46,7 @@ SMOKE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Common:
+class Common(distributed.Options):
     """Options of every run that learns from rewards."""
 
     seed: int = 0
@@ -63,6 +61,7 @@ class Common:
     held_out: int = 512  # problems of the evaluation, which no phase trains on
     evaluate_every: int = 25  # steps
     mesh: str = "data=-1"  # e.g. data=2,fsdp=2,tensor=2
+    sampler_mesh: str | None = None  # of the same devices; default --mesh with fsdp folded into data
     run_dir: Path | None = None  # default runs/<name of the experiment>
     resume: bool = False  # go on with the run in run_dir, if there is one
     checkpoint_every: int = 25  # steps
@@ -73,10 +72,6 @@ class Common:
     scorer_failures: Literal["stop", "skip"] = "stop"  # skip: the sample counts as not scored, and is counted
     stop_after: int | None = None  # end this process abruptly after so many steps; --resume goes on
     smoke: bool = False  # a few small steps, to see that everything runs
-    distributed: bool = False  # join the processes that Slurm, Open MPI or a TPU pod started
-    coordinator: str | None = None  # in place of that, host:port of process 0
-    num_processes: int | None = None
-    process_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +114,12 @@ class Run(NamedTuple):
     prompt_length: int
     evaluation_batch: int = EVALUATION_BATCH
     driven: bool = False  # sample by `generate`, driven from the host, which pays off where completions are long
+
+    @property
+    def sampler_mesh(self) -> jax.sharding.Mesh:
+        """Where completions are drawn."""
+        spec = self.config.sampler_mesh
+        return sharding.folded(self.mesh) if spec is None else sharding.make_mesh(spec)
 
     @property
     def max_new_tokens(self) -> int:
@@ -235,29 +236,20 @@ def open_run(
         jax.config.update("jax_disable_most_optimizations", True)
     c = c if c.run_dir else dataclasses.replace(c, run_dir=Path("runs") / name)
     mesh = sharding.make_mesh(c.mesh)
-    _check_sizes(c, sharding.row_shards(mesh), evaluation_batch)
     held_out = task.held_out(c.held_out)
+    run = Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length, evaluation_batch, driven)
+    _check_sizes(c, "mesh", mesh, evaluation_batch)
+    _check_sizes(c, "sampler_mesh", run.sampler_mesh, evaluation_batch)
     encode_prompts(tokenizer, task.render(held_out), length=prompt_length)  # do they fit?
-    sharding.shardings(mesh, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
-    _open_folder(c)
-    return Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length, evaluation_batch, driven)
+    for place in (mesh, run.sampler_mesh):
+        sharding.shardings(place, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
+    run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
+    return run
 
 
-def _open_folder(c: Common) -> None:
-    """Opens the folder, the first process for all: what it finds wrong they all raise."""
-    wrong = None
-    try:
-        if distributed.is_first():
-            run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
-    except ValueError as error:
-        wrong = str(error)
-    wrong = distributed.agree(wrong)
-    if wrong is not None:
-        raise ValueError(wrong)
-
-
-def _check_sizes(c: Common, shards: int, evaluation_batch: int) -> None:
+def _check_sizes(c: Common, option: str, mesh: jax.sharding.Mesh, evaluation_batch: int) -> None:
     """Raises ValueError where the sizes do not divide each other."""
+    shards = sharding.row_shards(mesh)
     positive = ("batch_size", "group_size", "minibatches", "num_microbatches", "epochs", "held_out", "rl_steps")
     checks.options_at_least(c, 1, *positive, "evaluate_every", "keep")
     checks.options_at_least(c, 0, "keep_best", "max_nonfinite", "scorer_retries")
@@ -274,4 +266,5 @@ def _check_sizes(c: Common, shards: int, evaluation_batch: int) -> None:
         parts["--warmup-batch-size rows"] = c.warmup_batch_size
     for name, size in parts.items():
         if size % shards:
-            raise ValueError(f"{size:g} {name} cannot be spread over data*fsdp={shards} of --mesh={c.mesh}: change one")
+            spec = f"--{option.replace('_', '-')}={getattr(c, option)}"
+            raise ValueError(f"{size:g} {name} cannot be spread over data*fsdp={shards} of {spec}: change one")

@@ -15,6 +15,7 @@ from jaxpg.ladder.config import Common, Run
 from jaxpg.ladder.policies import actor
 from jaxpg.objective import Policy
 from jaxpg.sampling import generate, sample
+from jaxpg.sampling.resharding import on_mesh
 from jaxpg.tasks import scoring
 from jaxpg.train_state import Trainable
 from jaxpg.types import Experience
@@ -56,6 +57,8 @@ def sampler(
 ):
     """The sampler (params, tokens, mask, key) -> Rollout; default `group_size` samples, as in training.
 
+    It runs on the sampler's mesh; arguments and results are of the run's mesh.
+
     Args:
       run: its model and sizes.
       acting: makes the parameters that sample of those given, e.g. `ladder.acting` where there is a critic beside them.
@@ -73,7 +76,8 @@ def sampler(
         temperature=c.temperature if temperature is None else temperature,
         **options,
     )
-    draw = draw if run.driven else jax.jit(draw, out_shardings=sharding.rows(run.mesh))
+    draw = draw if run.driven else jax.jit(draw, out_shardings=sharding.rows(run.sampler_mesh))
+    draw = on_mesh(draw, model=run.model, trained=run.mesh, sampled=run.sampler_mesh)
     return lambda params, *rest: draw(acting(params), *rest)
 
 

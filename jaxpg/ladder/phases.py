@@ -130,4 +130,5 @@ def fit(
     after = greedy(acting(state.params), run.held_out)
     if distributed.is_first():
         summary.conclude(session, before, after, seconds=time.perf_counter() - session.started)
+    distributed.meet("concluded")  # what stands in the folder, all know
     return state

@@ -7,18 +7,21 @@ from typing import Any, NamedTuple
 import jax
 from transformers import PreTrainedTokenizerBase
 
-from jaxpg import checks, ladder, run_folder, sharding
+from jaxpg import checks, distributed, ladder, run_folder, sharding
 from jaxpg.data import characters, encode_prompts
 from jaxpg.models import Model, hf
 from jaxpg.tasks import taste
 
 # Options that change where and how a step is done, but not its results.
-NOT_IDENTITY = ("run_dir", "name", "resume", "mesh", "num_microbatches", "checkpoint_every")
+NOT_IDENTITY = (
+    *("run_dir", "name", "resume", "mesh", "num_microbatches", "checkpoint_every"),
+    *distributed.OPTIONS,
+)
 SMOKE = {"steps": 2, "batch_size": 32, "evaluation_samples": 64}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(distributed.Options):
     """Options of every step."""
 
     run_dir: Path = Path("runs/rlhf")  # the folder that all steps share
@@ -50,6 +53,11 @@ class Run(NamedTuple):
     task: ladder.Task
     prompt_length: int
     driven: bool = False  # completions are short: sample as one program
+
+    @property
+    def sampler_mesh(self) -> jax.sharding.Mesh:
+        """Where completions are drawn."""
+        return sharding.folded(self.mesh)
 
     @property
     def max_new_tokens(self) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxpg import ladder, run_folder, sharding
+from jaxpg import distributed, ladder, run_folder, sharding
 from jaxpg.data import decode_completions, encode_demonstrations
 from jaxpg.ladder.parts import encode
 from jaxpg.rlhf.config import Run
@@ -44,7 +44,8 @@ def collect(run: Run, params: dict, count: int, *, held_out: bool = False) -> li
     call = 0
     while len(found) < count:
         problems = taste.problems(seed, call * AT_A_TIME, AT_A_TIME)
-        texts = decode_completions(run.tokenizer, draw(params, *encode(run, problems), jax.random.fold_in(key, call)))
+        rollout = draw(params, *encode(run, problems), jax.random.fold_in(key, call))
+        texts = decode_completions(run.tokenizer, distributed.fetch(rollout))
         for i, problem in enumerate(problems):
             first, second = texts[2 * i : 2 * i + 2]
             if first != second:
@@ -68,8 +69,9 @@ def best_accuracy(pairs: Sequence[Pair]) -> float:
 
 
 def write_pairs(path: Path, pairs: Sequence[Pair]) -> None:
-    """Writes one JSON object a line, in one piece."""
-    run_folder.write_text(path, "".join(json.dumps(pair._asdict()) + "\n" for pair in pairs))
+    """Writes one JSON object a line, in one piece, the first process for all."""
+    if distributed.is_first():
+        run_folder.write_text(path, "".join(json.dumps(pair._asdict()) + "\n" for pair in pairs))
 
 
 def read_pairs(path: Path) -> list[Pair]:
@@ -92,12 +94,12 @@ def encode_pairs(run: Run, pairs: Sequence[Pair]) -> Batch:
     return jax.tree.map(lambda x: x.reshape(len(pairs), 2, length), batch)
 
 
-def pair_batches(run: Run, pairs: Sequence[Pair]) -> Callable[[int], Batch]:
+def pair_batches(run: Run, whole: Batch) -> Callable[[int], Batch]:
     """Builds k -> batch k of an endless stream over the pairs, shuffled anew for each pass, spread over the mesh."""
-    size, whole = run.config.batch_size, encode_pairs(run, pairs)
+    size = run.config.batch_size
 
     def batch(k: int) -> Batch:
-        rows = draws.rows(len(pairs), run.config.seed, k * size, size)
-        return sharding.put_rows(run.mesh, jax.tree.map(lambda x: x[rows], whole))
+        rows = draws.rows(len(whole.tokens), run.config.seed, k * size, size)
+        return sharding.put_whole(run.mesh, jax.tree.map(lambda x: x[rows], whole))
 
     return batch

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxpg import ladder, preference, sharding
+from jaxpg import distributed, ladder, preference, sharding
 from jaxpg.data import decode_completions
 from jaxpg.ladder.parts import encode
 from jaxpg.models import Model, heads, hf
@@ -37,12 +37,17 @@ def rewards(model: Model, params: dict, tokens: Array, token_mask: Array) -> Arr
 
 def compiled_rewards(run: Run):
     """Compiles (params, a Rollout or Batch) -> its learned rewards."""
-    return jax.jit(lambda params, rows: rewards(run.model, params, rows.tokens, rows.token_mask))
+    return jax.jit(
+        lambda params, rows: rewards(run.model, params, rows.tokens, rows.token_mask),
+        out_shardings=sharding.replicated(run.mesh),
+    )
 
 
 def save_reward(run: Run, params: dict) -> None:
     """Writes the trunk as a Hugging Face directory and the head beside it, into the folder of the run."""
-    save_file({name: np.asarray(x) for name, x in params["head"].items()}, run.folder / "head.safetensors")
+    head = distributed.fetch(params["head"])
+    if distributed.is_first():
+        save_file(head, run.folder / "head.safetensors")
     hf.save(run.folder / "model", run.model.config, params["trunk"], run.tokenizer, overwrite=True)
 
 
@@ -74,14 +79,17 @@ def scorer(run: Run, reward: dict):
 
 def truth(run: Run, problems, rollout) -> np.ndarray:
     """The true utility, whether the answer is right and how many marks there are [P, G, 3] float32."""
-    texts = decode_completions(run.tokenizer, rollout)
-    samples = len(texts) // len(problems)
-    asked = [problem for problem in problems for _ in range(samples)]
+    mine, texts = (
+        distributed.pick_local(run.mesh, problems),
+        decode_completions(run.tokenizer, distributed.local(rollout)),
+    )
+    samples = len(texts) // len(mine)
+    asked = [problem for problem in mine for _ in range(samples)]
     rows = [
         (taste.utility(problem, text), taste.is_right(problem, text), taste.marks(text))
         for problem, text in zip(asked, texts, strict=True)
     ]
-    return np.asarray(rows, np.float32).reshape(len(problems), samples, 3)
+    return distributed.gather(run.mesh, np.asarray(rows, np.float32).reshape(len(mine), samples, 3))
 
 
 def evaluate(run: Run, params: dict, *, reward: dict | None = None, reference: dict | None = None) -> dict[str, float]:
@@ -103,5 +111,6 @@ def evaluate(run: Run, params: dict, *, reward: dict | None = None, reference: d
         found["learned"] = float(np.asarray(compiled_rewards(run)(reward, rollout)).mean())
     if reference is not None:
         theirs = ladder.reference(run, reference)(None, rollout)
-        found["kl"] = float(preference.sequence_log_probs(rollout.log_probs - theirs, rollout.action_mask).mean())
+        ratio = jax.jit(lambda a, b, mask: preference.sequence_log_probs(a - b, mask).mean())
+        found["kl"] = float(ratio(rollout.log_probs, theirs, rollout.action_mask))
     return found

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxpg import ladder, loop, metrics, report, run_folder
+from jaxpg import distributed, ladder, loop, metrics, report, run_folder
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.models import hf
 from jaxpg.rlhf.config import Run
@@ -41,14 +41,15 @@ class Session:
 @contextlib.contextmanager
 def session(run: Run) -> Iterator[Session]:
     """Opens the records of a step, within its mesh, and closes them whatever happens."""
-    console = Console()
+    console = Console(quiet=not distributed.is_first())
     console.print(
         f"[bold]{run.name}[/] on {run.mesh.size} {jax.devices()[0].platform} device(s), folder {run.folder}, "
         f"model {run.config.model or 'tiny'}"
     )
     saves = Checkpointer(run.folder / "checkpoints", about={"config": run_folder.config_dict(run.config)})
     newest = saves.record() or {"metrics_bytes": 0}
-    writer = metrics.JsonlWriter(run.folder / "metrics.jsonl", offset=newest["metrics_bytes"])
+    path = run.folder / "metrics.jsonl" if distributed.is_first() else None
+    writer = metrics.JsonlWriter(path, offset=newest["metrics_bytes"])
     journal = loop.Journal(run.name, writer, saves, run.config.checkpoint_every)
     try:
         with jax.set_mesh(run.mesh), report.progress(console) as progress:
@@ -79,7 +80,8 @@ def leave(session: Session, found: dict, *, params: dict | None = None) -> dict:
         hf.save(run.folder / "model", run.model.config, params, run.tokenizer, overwrite=True)
     found = {"step": run.name, "seed": run.config.seed} | found
     found |= {"seconds": time.perf_counter() - session.started}
-    run_folder.write_json(run.folder / "summary.json", found)
+    if distributed.is_first():
+        run_folder.write_json(run.folder / "summary.json", found)
     return found
 
 
