@@ -7,9 +7,10 @@ Ouyang et al. 2022: the reward of a token is −β·k1, that of the last one the
 KL of a completion stays near a target (Ziegler et al. 2019, section 2.2). The reference and the reward model never
 change. The log has the learned reward, which is trained on, and the true one, which nobody reads but you.
 
-Expect the learned reward to rise as far as KL allows. With seed 0 the true one went from 1.9 to 3.0 at 3 nats, by marks
-and not by right answers. Where the KL is cheap the policy leaves the completions that the pairs were about (Gao et al.
-2022): in the second command the true reward rose to 2.0 and fell to -2.3, while the learned one rose to its maximum.
+Expect the learned reward to rise as far as KL allows. With seed 0 the true one went from 1.9 to 2.7 at 3 nats (3.1 at
+its highest; 3.0 with another reward model of the same recipe), by marks and not by right answers. Where the KL is cheap
+the policy leaves the completions that the pairs were about (Gao et al. 2022): in the second command the true reward
+rose to 2.0 and fell to -2.3, while the learned one rose to its maximum.
 Differs from the paper: no pre-training gradients mixed in.
 """
 

@@ -79,10 +79,8 @@ def scorer(run: Run, reward: dict):
 
 def truth(run: Run, problems, rollout) -> np.ndarray:
     """The true utility, whether the answer is right and how many marks there are [P, G, 3] float32."""
-    mine, texts = (
-        distributed.pick_local(run.mesh, problems),
-        decode_completions(run.tokenizer, distributed.local(rollout)),
-    )
+    mine = distributed.pick_local(run.mesh, problems)
+    texts = decode_completions(run.tokenizer, distributed.local(rollout))
     samples = len(texts) // len(mine)
     asked = [problem for problem in mine for _ in range(samples)]
     rows = [
