@@ -2,12 +2,13 @@
 
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from launching import EXPERIMENTS, load
 
-from jaxpg import algorithms
+from jaxpg import algorithms, sharding
 from jaxpg.data import characters
 from jaxpg.dynamic_sampling import TOLD
 from jaxpg.tasks import steps
@@ -25,7 +26,7 @@ def experience(granularity):
     tokens = jnp.asarray([[0, 0, *ids]], jnp.int32)
     actions = jnp.asarray([[False, False, True, True, True, True]])
     rollout = Rollout(tokens, jnp.ones((1, 6), bool), actions, jnp.zeros((1, 6)), jnp.ones(1, jnp.int32))
-    run = types.SimpleNamespace(tokenizer=TOKENIZER)
+    run = types.SimpleNamespace(tokenizer=TOKENIZER, mesh=sharding.make_mesh("data=1", devices=jax.devices()[:1]))
     scores = load(EXPERIMENTS / "step_level.py").scorer(run, granularity)([PROBLEM], rollout)
     fields = {name: jnp.asarray(x) for name, x in scores._asdict().items() if name in TOLD and x is not None}
     return Experience(rollout, values=jnp.asarray([[9.0, 9.0, *VALUES]]), **fields)
