@@ -10,7 +10,7 @@ change. The log has the learned reward, which is trained on, and the true one, w
 Expect the learned reward to rise as far as KL allows. With seed 0 the true one went from 1.9 to 2.7 at 3 nats (3.1 at
 its highest; 3.0 with another reward model of the same recipe), by marks and not by right answers. Where the KL is cheap
 the policy leaves the completions that the pairs were about (Gao et al. 2022): in the second command the true reward
-rose to 2.0 and fell to -2.3, while the learned one rose to its maximum.
+rose to 2.0 and 2.2 in two runs and fell to -2.3 and -13, while the learned one rose to its maximum.
 Differs from the paper: no pre-training gradients mixed in.
 """
 
