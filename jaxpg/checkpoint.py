@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxpg import faults, fingerprint
+from jaxpg import distributed, faults, fingerprint
 from jaxpg.paths import by_path
 from jaxpg.train_state import TrainState
 
@@ -275,10 +275,9 @@ class Checkpointer:
         """Renames a damaged checkpoint, so that its number can be used again, and warns."""
         folder = Path(self._manager.directory)
         aside = next(path for i in range(1000) if not (path := folder / f"damaged-{iteration}-{i}").exists())
-        if jax.process_index() == 0 and not self._read_only:
+        if distributed.is_first() and not self._read_only:
             (folder / str(iteration)).rename(aside)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"jaxpg, set aside {iteration}")
+        distributed.meet(f"jaxpg, set aside {iteration}")
         self._manager.reload()
         done = "Not touched, since this is for reading only" if self._read_only else f"Set aside as {aside.name}"
         warnings.warn(f"{error}. {done}; going on with the one before", stacklevel=3)

@@ -77,6 +77,11 @@ def make_mesh(spec: str = "data=-1", *, devices: Sequence[jax.Device] | None = N
         raise ValueError(f"mesh={spec!r}: each size must be a product of sizes of the chips' torus: {said}") from error
 
 
+def sampler_mesh(trained: Mesh, spec: str | None) -> Mesh:
+    """The mesh that completions are drawn on: `spec` of the trainer's devices, or its mesh `folded`."""
+    return folded(trained) if spec is None else make_mesh(spec, devices=list(trained.devices.flat))
+
+
 def folded(mesh: Mesh) -> Mesh:
     """The mesh with fsdp folded into data: rows stay where they are, weights are cut over tensor alone."""
     if mesh.shape["fsdp"] == 1:

@@ -116,9 +116,8 @@ def prepare(c: Config) -> Prepared:
         raise ValueError("libtpu is not installed: pip install -c constraints.txt -e '.[tpu-compile]'")
     if c.model not in PRESETS:
         raise ValueError(f"--model={c.model!r}: there is no such preset, choose among {', '.join(PRESETS)}")
-    there = devices(c.topology)
-    mesh = sharding.make_mesh(c.mesh, devices=there)
-    sampled = sharding.folded(mesh) if c.sampler_mesh is None else sharding.make_mesh(c.sampler_mesh, devices=there)
+    mesh = sharding.make_mesh(c.mesh, devices=devices(c.topology))
+    sampled = sharding.sampler_mesh(mesh, c.sampler_mesh)
     if "reshard" in c.programs and list(mesh.devices.flat) != list(sampled.devices.flat):
         raise ValueError(
             f"--sampler-mesh={c.sampler_mesh} has the devices in another order than --mesh={c.mesh}: leave reshard out "

@@ -118,8 +118,7 @@ class Run(NamedTuple):
     @property
     def sampler_mesh(self) -> jax.sharding.Mesh:
         """Where completions are drawn."""
-        spec = self.config.sampler_mesh
-        return sharding.folded(self.mesh) if spec is None else sharding.make_mesh(spec)
+        return sharding.sampler_mesh(self.mesh, self.config.sampler_mesh)
 
     @property
     def max_new_tokens(self) -> int:
@@ -235,21 +234,20 @@ def open_run(
     if c.smoke:  # most of a short run would be compilation
         jax.config.update("jax_disable_most_optimizations", True)
     c = c if c.run_dir else dataclasses.replace(c, run_dir=Path("runs") / name)
+    _check_sizes(c)
     mesh = sharding.make_mesh(c.mesh)
     held_out = task.held_out(c.held_out)
     run = Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length, evaluation_batch, driven)
-    _check_sizes(c, "mesh", mesh, evaluation_batch)
-    _check_sizes(c, "sampler_mesh", run.sampler_mesh, evaluation_batch)
-    encode_prompts(tokenizer, task.render(held_out), length=prompt_length)  # do they fit?
-    for place in (mesh, run.sampler_mesh):
+    for option, place in (("mesh", mesh), ("sampler_mesh", run.sampler_mesh)):
+        _check_rows(run, option, place)
         sharding.shardings(place, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
+    encode_prompts(tokenizer, task.render(held_out), length=prompt_length)  # do they fit?
     run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
     return run
 
 
-def _check_sizes(c: Common, option: str, mesh: jax.sharding.Mesh, evaluation_batch: int) -> None:
-    """Raises ValueError where the sizes do not divide each other."""
-    shards = sharding.row_shards(mesh)
+def _check_sizes(c: Common) -> None:
+    """Raises ValueError where a size is no size, or the group does not divide the batch."""
     positive = ("batch_size", "group_size", "minibatches", "num_microbatches", "epochs", "held_out", "rl_steps")
     checks.options_at_least(c, 1, *positive, "evaluate_every", "keep")
     checks.options_at_least(c, 0, "keep_best", "max_nonfinite", "scorer_retries")
@@ -257,10 +255,15 @@ def _check_sizes(c: Common, option: str, mesh: jax.sharding.Mesh, evaluation_bat
         raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples of a prompt are the same")
     if c.batch_size % c.group_size:
         raise ValueError(f"--group-size={c.group_size} does not divide --batch-size={c.batch_size}: choose a divisor")
+
+
+def _check_rows(run: Run, option: str, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError where rows cannot be spread over the mesh that the option names."""
+    c, shards = run.config, sharding.row_shards(mesh)
     parts = {
         "--batch-size / --group-size prompts": c.batch_size // c.group_size,
         "--batch-size / --minibatches / --num-microbatches rows": c.batch_size / c.minibatches / c.num_microbatches,
-        "evaluation rows": evaluation_batch,
+        "evaluation rows": run.evaluation_batch,
     }
     if isinstance(c, Config):
         parts["--warmup-batch-size rows"] = c.warmup_batch_size

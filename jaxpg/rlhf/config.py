@@ -136,8 +136,8 @@ def _check_done(c: Config, name: str) -> None:
 
 def _check_sizes(c: Config, shards: int) -> None:
     """Raises ValueError where a size is no size, or cannot be spread over the devices."""
-    for name in ("steps", "batch_size", "evaluation_samples", "num_microbatches", "checkpoint_every"):
-        checks.at_least(f"--{name.replace('_', '-')}", getattr(c, name), 1)
+    positive = ("steps", "batch_size", "evaluation_samples", "num_microbatches", "checkpoint_every")
+    checks.options_at_least(c, 1, *positive)
     checks.positive("--temperature", c.temperature)
     for name in ("batch_size", "evaluation_samples"):
         option = f"--{name.replace('_', '-')}={getattr(c, name)}"
