@@ -7,16 +7,20 @@ t speaks about `tokens[:, t]`; nothing predicts index 0, where they return 0.
 hidden states instead and gives the same numbers.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jaxpg import checks
+from jaxpg import checks, sharding
 from jaxpg.types import Array
 
-DEFAULT_CHUNK = 128
+# Where `chunk` is not given, a device holds so many logits at a time (half a GiB in float32), or those of as few
+# positions a row. Each chunk sums a gradient of the vocabulary projection over the devices: the fewer, the better.
+LOGITS_AT_A_TIME = 2**27
+SMALLEST_CHUNK = 128
 
 
 def token_log_probs(logits, tokens, *, temperature: float = 1.0) -> Array:
@@ -65,7 +69,7 @@ def from_hidden(
     tokens,
     *,
     temperature: float = 1.0,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     with_entropy: bool = True,
     adjust: Callable[[Array, Array, Array], Array] | None = None,
 ) -> tuple[Array, Array | None]:
@@ -85,9 +89,8 @@ def from_hidden(
       hidden: [..., T, E] any float dtype; carries gradient.
       tokens: [..., T] int. A token outside 0..V−1 gives NaN, as in `token_log_probs`.
       temperature: that of the sampler.
-      chunk: positions of each row whose logits are held at a time; T need not be a multiple. Where rows are spread
-        over devices, each chunk adds up one gradient of the vocabulary projection over them, and a device holds few
-        rows: choose it larger there.
+      chunk: positions of each row whose logits are held at a time; T need not be a multiple. Default: as many as make
+        half a GiB on a device, rows being spread over data × fsdp and the vocabulary over tensor, but at least 128.
       with_entropy: False leaves the entropy out, and None in its place.
       adjust: the sampler's filters, (tempered logits [..., V], tokens [...], their index t [...]) -> logits [..., V].
 
@@ -102,7 +105,7 @@ def from_hidden(
     if length == 0:
         nothing = jnp.zeros(tokens.shape, jnp.promote_types(hidden.dtype, jnp.float32))
         return nothing, nothing if with_entropy else None
-    num_chunks = -(-length // chunk)
+    num_chunks = -(-length // (chunk or _fitting_chunk(unembed, hidden)))
     split = partial(_split, num_chunks=num_chunks, size=-(-length // num_chunks))
 
     # In a loop nothing can merge the two computations of the logits, so the barriers against it are not needed.
@@ -127,11 +130,20 @@ def from_hidden(
 def _check_hidden(hidden, tokens, temperature, chunk) -> tuple[Array, Array]:
     """Raises ValueError where the arguments of `from_hidden` do not fit."""
     checks.positive("temperature", temperature)
-    checks.at_least("chunk", chunk, 1)
+    if chunk is not None:
+        checks.at_least("chunk", chunk, 1)
     hidden = jnp.asarray(hidden)
     if hidden.ndim < 2 or 0 in hidden.shape[-2:]:
         raise ValueError(f"hidden has shape {hidden.shape}: must be [..., T, E] with T and E at least 1")
     return hidden, checks.integer("tokens", tokens, hidden.shape[:-1])
+
+
+def _fitting_chunk(unembed: Callable[[Array], Array], hidden: Array) -> int:
+    """How many positions of each row have `LOGITS_AT_A_TIME` on a device, on the mesh of the moment."""
+    *leading, _, _ = hidden.shape
+    vocabulary = jax.eval_shape(unembed, hidden[..., :1, :]).shape[-1]
+    parts = sharding.parts(vocabulary, "tensor") * (sharding.parts(leading[0], "data", "fsdp") if leading else 1)
+    return max(LOGITS_AT_A_TIME * parts // max(math.prod(leading) * vocabulary, 1), SMALLEST_CHUNK)
 
 
 def _split(x: Array, *, axis: int, num_chunks: int, size: int) -> Array:

@@ -112,7 +112,7 @@ def shardings(mesh: Mesh, tree, rules: Rules = TRANSFORMER_RULES):
 
 def _check_divisible(mesh: Mesh, name: str, shape: tuple[int, ...], spec: PartitionSpec):
     for size, axis in zip(shape, spec, strict=False):
-        ways = int(np.prod([mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ())]))
+        ways = _ways(mesh, (axis,) if isinstance(axis, str) else axis or ())
         if size % ways:
             raise ValueError(
                 f"{name} has shape {shape}: its dimension of {size} is not divisible by mesh axis {axis}={ways}; "
@@ -136,11 +136,20 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
         return x
     names = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
     names = [tuple(name for name in group if name in mesh.axis_names) for group in names]
-    fits = [
-        size % math.prod(mesh.shape[name] for name in group) == 0 for size, group in zip(x.shape, names, strict=False)
-    ]
+    fits = [size % _ways(mesh, group) == 0 for size, group in zip(x.shape, names, strict=False)]
     spec = PartitionSpec(*(group if fit else None for group, fit in zip(names, fits, strict=True)))
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def parts(size: int, *axes: str) -> int:
+    """Into how many parts `constrain` cuts a dimension of this size over these axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = 1 if mesh.empty else _ways(mesh, [axis for axis in axes if axis in mesh.axis_names])
+    return ways if size % ways == 0 else 1
+
+
+def _ways(mesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

@@ -204,12 +204,13 @@ def test_a_scorer_that_fails_stops_the_run_or_is_counted(kind, tmp_path, monkeyp
     options = {"smoke": True, "scorer_retries": 0, "max_nonfinite": 0}
     monkeypatch.setattr(arithmetic, "score", failing(kind))
     with pytest.raises(RuntimeError, match=r"scorer 'task' failed on sample .* of prompt .*(no compiler|returned nan)"):
-        module.train(module.prepare(module.Config(run_dir=tmp_path / "stop", **options)))
-    config = module.Config(run_dir=tmp_path / "skip", scorer_failures="skip", **options)
-    module.train(module.prepare(config))
-    rows = [row for row in read_jsonl(tmp_path / "skip" / "metrics.jsonl") if row["phase"] == "rl"]
+        module.train(module.prepare(module.Config(run_dir=tmp_path, **options)))
+    config = module.Config(run_dir=tmp_path, resume=True, scorer_failures="skip", **options)
+    module.train(module.prepare(config))  # the same run goes on
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if row["phase"] == "rl"]
+    assert len(rows) == 2
     assert all(row["scorer_failures"] > 0 and 0 < row["scored"] < 1 and np.isfinite(row["loss"]) for row in rows)
-    assert json.loads((tmp_path / "skip" / "summary.json").read_text())["accuracy_after"] <= 1
+    assert json.loads((tmp_path / "summary.json").read_text())["accuracy_after"] <= 1
 
 
 def test_retries_are_as_many_as_asked_for(tmp_path, monkeypatch):
@@ -227,9 +228,10 @@ def test_retries_are_as_many_as_asked_for(tmp_path, monkeypatch):
     assert ladder.measure(run, run.held_out[:1], ["7"]) == {"accuracy": 1.0} and len(tried) == 3
 
 
-@pytest.mark.parametrize(
-    ("option", "least"), [("keep", 1), ("keep_best", 0), ("max_nonfinite", 0), ("scorer_retries", 0)]
-)
+LEAST = {"keep": 1, "checkpoint_every": 1, "keep_best": 0, "max_nonfinite": 0, "scorer_retries": 0}
+
+
+@pytest.mark.parametrize(("option", "least"), LEAST.items())
 def test_too_small_an_option_is_named_before_the_folder_is_made(option, least, tmp_path):
     config = ladder.Config(smoke=True, run_dir=tmp_path / "run", **{option: least - 1})
     with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}={least - 1}: must be at least {least}"):

@@ -347,6 +347,25 @@ def test_from_hidden_on_eight_devices(mesh, capfd):
 
 
 @pytest.mark.parametrize(
+    ("mesh", "vocab", "chunks"),
+    [("data=1", 12, 11), ("data=2,fsdp=2,tensor=2", 12, 2), ("data=2,fsdp=2,tensor=2", 13, 4)],
+)
+def test_chunks_are_as_large_as_fits_a_device(mesh, vocab, chunks, monkeypatch):
+    """A device has 8·12 logits of a position, or an eighth of them, or a quarter where tensor divides no vocabulary."""
+    monkeypatch.setattr(logprobs, "LOGITS_AT_A_TIME", 8 * 12)
+    monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 1)
+    _, hidden, tokens, _ = example(rows=8, width=8)
+    table = jnp.ones((vocab, 8))
+    mesh = sharding.make_mesh(mesh, devices=jax.devices()[:1] if mesh == "data=1" else None)
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(partial(chunked, project=lambda w, h: jnp.einsum("...e,ve->...v", h, w)))(
+            table, hidden, tokens
+        )
+    (loop,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+    assert loop.params["length"] == chunks
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"chunk": 0}, "chunk=0: must be at least 1"),

@@ -175,7 +175,7 @@ def load_step(name):
 
 @pytest.mark.usefixtures("quick_compilation")
 def test_the_steps_follow_each_other_on_a_mesh_of_eight_devices(tmp_path):
-    options = {"smoke": True, "run_dir": tmp_path / "rlhf", "mesh": "data=2,fsdp=2,tensor=2"}
+    options = {"smoke": True, "run_dir": tmp_path / "rlhf", "mesh": "data=2,fsdp=2,tensor=2", "sampler_mesh": "data=8"}
     for name in STEPS:
         module = load_step(name)
         module.train(module.prepare(module.Config(**options)))
@@ -199,7 +199,8 @@ def test_the_steps_follow_each_other_on_a_mesh_of_eight_devices(tmp_path):
 
 def _the_same_by_two_processes(folder, expected):
     """Step 3 again, by two processes, in another folder of the same steps."""
-    options = ("--smoke", "--mesh", "data=2,fsdp=2,tensor=2", "--run-dir", str(folder), "--name", "together")
+    meshes = ("--mesh", "data=2,fsdp=2,tensor=2", "--sampler-mesh", "data=8")
+    options = ("--smoke", *meshes, "--run-dir", str(folder), "--name", "together")
     finish(start_together(step_file("ppo"), *options, count=2))
     for row, wanted in zip(read_jsonl(folder / "together" / "metrics.jsonl"), expected, strict=True):
         assert row.keys() == wanted.keys()
@@ -216,6 +217,9 @@ def _refusals(options):
         ({}, "already holds this run"),
         ({"target_kl": 0.0}, "--target-kl=0.0: must be greater than 0"),
         ({"mesh": "data=3"}, "asks for 3 devices"),
+        ({"sampler_mesh": "data=3"}, "asks for 3 devices"),
+        ({"mesh": "tensor=8", "sampler_mesh": "tensor=8"}, "not divisible by mesh axis tensor=8"),
+        ({"keep": 0}, "--keep=0: must be at least 1"),
         ({"name": "other", "smoke": False, "batch_size": 30}, "--batch-size=30 cannot be spread"),
     ):
         with pytest.raises(ValueError, match=message):

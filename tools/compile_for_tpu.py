@@ -91,7 +91,7 @@ class Config:
     length: int = 4096  # prompt and completion, in tokens
     prompt_length: int = 1024
     num_microbatches: int = 8
-    chunk: int = 512  # positions whose logits are held at a time
+    chunk: int | None = None  # positions a row whose logits are held at a time, as in logprobs.from_hidden
     layers: int | None = None  # in place of the model's own, to compile a shorter one
     dtype: str = "bfloat16"  # of activations and matrix products; parameters and moments are float32
     attention: str = "splash"
@@ -147,7 +147,7 @@ def devices(topology: str):
 
 
 def _check_sizes(c: Config, meshes) -> None:
-    checks.options_at_least(c, 1, "sequences", "group_size", "num_microbatches", "prompt_length", "chunk")
+    checks.options_at_least(c, 1, "sequences", "group_size", "num_microbatches", "prompt_length")
     if c.length <= c.prompt_length:
         raise ValueError(
             f"--length={c.length} leaves no room for a completion behind --prompt-length={c.prompt_length}"

@@ -18,20 +18,6 @@ from jaxpg.tasks import arithmetic, wordy
 EVALUATION_BATCH = 256
 FAMILIES = {"arithmetic": arithmetic, "wordy": wordy}
 
-# Options that change where and how a run is done, but not its results.
-NOT_IDENTITY = (
-    "warm_start",
-    "run_dir",
-    "resume",
-    "stop_after",
-    "mesh",
-    "num_microbatches",
-    "checkpoint_every",
-    "keep",
-    "keep_best",
-    "sampler_mesh",
-    *distributed.OPTIONS,
-)
 # What --smoke replaces: a few small steps, to see that everything runs.
 SMOKE = {
     "batch_size": 64,
@@ -46,7 +32,28 @@ SMOKE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Common(distributed.Options):
+class Execution(distributed.Options):
+    """Where and how a run is done; no option of these changes what comes of one that ends."""
+
+    mesh: str = "data=-1"  # e.g. data=2,fsdp=2,tensor=2
+    sampler_mesh: str | None = None  # of the same devices; default --mesh with fsdp folded into data
+    num_microbatches: int = 1  # parts the rows of an update are cut into to save memory
+    resume: bool = False  # go on with the run that the folder holds, if there is one
+    checkpoint_every: int = 25  # steps
+    keep: int = 2  # of the newest checkpoints
+    max_nonfinite: int = 4  # steps in a row that may skip an update whose loss or gradient is not finite
+
+
+EXECUTION = tuple(field.name for field in dataclasses.fields(Execution))
+# What else does not tell one run from another.
+NOT_IDENTITY = (
+    *EXECUTION,
+    *("warm_start", "run_dir", "stop_after", "keep_best", "scorer_retries", "scorer_failures"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Common(Execution):
     """Options of every run that learns from rewards."""
 
     seed: int = 0
@@ -57,17 +64,10 @@ class Common(distributed.Options):
     temperature: float = 1.0  # of the sampler, hence of the policy that is trained
     epochs: int = 1  # passes over each rollout
     minibatches: int = 2  # updates a pass
-    num_microbatches: int = 1  # parts a minibatch is cut into to save memory; changes no result
     held_out: int = 512  # problems of the evaluation, which no phase trains on
     evaluate_every: int = 25  # steps
-    mesh: str = "data=-1"  # e.g. data=2,fsdp=2,tensor=2
-    sampler_mesh: str | None = None  # of the same devices; default --mesh with fsdp folded into data
     run_dir: Path | None = None  # default runs/<name of the experiment>
-    resume: bool = False  # go on with the run in run_dir, if there is one
-    checkpoint_every: int = 25  # steps
-    keep: int = 2  # of the newest checkpoints
     keep_best: int = 1  # of those whose held-out accuracy was highest, besides; where both were done at that step
-    max_nonfinite: int = 4  # steps in a row that may skip an update whose loss or gradient is not finite
     scorer_retries: int = 1  # of a scorer that fails
     scorer_failures: Literal["stop", "skip"] = "stop"  # skip: the sample counts as not scored, and is counted
     stop_after: int | None = None  # end this process abruptly after so many steps; --resume goes on
@@ -238,7 +238,7 @@ def open_run(
     mesh = sharding.make_mesh(c.mesh)
     held_out = task.held_out(c.held_out)
     run = Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length, evaluation_batch, driven)
-    for option, place in (("mesh", mesh), ("sampler_mesh", run.sampler_mesh)):
+    for option, place in meshes(c).items():
         _check_rows(run, option, place)
         sharding.shardings(place, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
     encode_prompts(tokenizer, task.render(held_out), length=prompt_length)  # do they fit?
@@ -246,10 +246,16 @@ def open_run(
     return run
 
 
+def meshes(c: Execution) -> dict[str, jax.sharding.Mesh]:
+    """The meshes of the update and of the sampler, by the option that each is from."""
+    mesh = sharding.make_mesh(c.mesh)
+    return {f"--mesh={c.mesh}": mesh, f"--sampler-mesh={c.sampler_mesh}": sharding.sampler_mesh(mesh, c.sampler_mesh)}
+
+
 def _check_sizes(c: Common) -> None:
     """Raises ValueError where a size is no size, or the group does not divide the batch."""
     positive = ("batch_size", "group_size", "minibatches", "num_microbatches", "epochs", "held_out", "rl_steps")
-    checks.options_at_least(c, 1, *positive, "evaluate_every", "keep")
+    checks.options_at_least(c, 1, *positive, "evaluate_every", "checkpoint_every", "keep")
     checks.options_at_least(c, 0, "keep_best", "max_nonfinite", "scorer_retries")
     if c.temperature <= 0:
         raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples of a prompt are the same")
@@ -269,5 +275,4 @@ def _check_rows(run: Run, option: str, mesh: jax.sharding.Mesh) -> None:
         parts["--warmup-batch-size rows"] = c.warmup_batch_size
     for name, size in parts.items():
         if size % shards:
-            spec = f"--{option.replace('_', '-')}={getattr(c, option)}"
-            raise ValueError(f"{size:g} {name} cannot be spread over data*fsdp={shards} of {spec}: change one")
+            raise ValueError(f"{size:g} {name} cannot be spread over data*fsdp={shards} of {option}: change one")

@@ -7,21 +7,18 @@ from typing import Any, NamedTuple
 import jax
 from transformers import PreTrainedTokenizerBase
 
-from jaxpg import checks, distributed, ladder, run_folder, sharding
+from jaxpg import checks, ladder, run_folder, sharding
 from jaxpg.data import characters, encode_prompts
+from jaxpg.ladder.config import EXECUTION, Execution, meshes
 from jaxpg.models import Model, hf
 from jaxpg.tasks import taste
 
-# Options that change where and how a step is done, but not its results.
-NOT_IDENTITY = (
-    *("run_dir", "name", "resume", "mesh", "num_microbatches", "checkpoint_every"),
-    *distributed.OPTIONS,
-)
+NOT_IDENTITY = (*EXECUTION, "run_dir", "name")  # what does not tell one run of a step from another
 SMOKE = {"steps": 2, "batch_size": 32, "evaluation_samples": 64}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(distributed.Options):
+class Config(Execution):
     """Options of every step."""
 
     run_dir: Path = Path("runs/rlhf")  # the folder that all steps share
@@ -33,9 +30,6 @@ class Config(distributed.Options):
     learning_rate: float = 1e-3
     temperature: float = 1.0  # of the sampler, hence of the policy that is trained
     evaluation_samples: int = 1024  # completions that the true preference of a policy is averaged over
-    num_microbatches: int = 1  # parts a batch is cut into to save memory; changes no result
-    mesh: str = "data=-1"  # e.g. data=2,fsdp=2,tensor=2
-    resume: bool = False  # go on with the step, if its folder holds a part of it
     checkpoint_every: int = 100  # steps
     smoke: bool = False  # two small steps, to see that everything runs
 
@@ -57,7 +51,7 @@ class Run(NamedTuple):
     @property
     def sampler_mesh(self) -> jax.sharding.Mesh:
         """Where completions are drawn."""
-        return sharding.folded(self.mesh)
+        return sharding.sampler_mesh(self.mesh, self.config.sampler_mesh)
 
     @property
     def max_new_tokens(self) -> int:
@@ -81,8 +75,8 @@ def prepare(config: Config, *, step: str, after: tuple[str, ...] = (), smoke: di
     c = dataclasses.replace(config, **(SMOKE | (smoke or {}))) if config.smoke else config
     if c.smoke:  # most of a short run would be compilation
         jax.config.update("jax_disable_most_optimizations", True)
+    _check_sizes(c)
     mesh = sharding.make_mesh(c.mesh)
-    _check_sizes(c, sharding.row_shards(mesh))
     for name in after:
         _check_done(c, name)
     if after:
@@ -90,6 +84,7 @@ def prepare(config: Config, *, step: str, after: tuple[str, ...] = (), smoke: di
     else:
         loaded = _tiny(c, mesh) if c.model is None else hf.load(c.model, mesh=mesh)
     config, params, tokenizer = loaded
+    sharding.shardings(sharding.sampler_mesh(mesh, c.sampler_mesh), params)  # does it divide the model?
     if tokenizer is None or tokenizer.eos_token_id is None:
         raise ValueError(f"--model={c.model} has no tokenizer with a stop token: choose a checkpoint with one")
     prompt_length, completion_length = _lengths(tokenizer)
@@ -134,15 +129,18 @@ def _check_done(c: Config, name: str) -> None:
         raise ValueError(f"--model={c.model}, but {folder} began with {there}: give the same, or another --run-dir")
 
 
-def _check_sizes(c: Config, shards: int) -> None:
+def _check_sizes(c: Config) -> None:
     """Raises ValueError where a size is no size, or cannot be spread over the devices."""
-    positive = ("steps", "batch_size", "evaluation_samples", "num_microbatches", "checkpoint_every")
+    positive = ("steps", "batch_size", "evaluation_samples", "num_microbatches", "checkpoint_every", "keep")
     checks.options_at_least(c, 1, *positive)
+    checks.options_at_least(c, 0, "max_nonfinite")
     checks.positive("--temperature", c.temperature)
-    for name in ("batch_size", "evaluation_samples"):
-        option = f"--{name.replace('_', '-')}={getattr(c, name)}"
-        if getattr(c, name) % (shards * c.num_microbatches):
-            raise ValueError(
-                f"{option} cannot be spread over data*fsdp={shards} of --mesh={c.mesh} in "
-                f"--num-microbatches={c.num_microbatches} parts: choose a multiple of {shards * c.num_microbatches}"
-            )
+    for option, mesh in meshes(c).items():
+        shards = sharding.row_shards(mesh)
+        for name in ("batch_size", "evaluation_samples"):
+            if getattr(c, name) % (shards * c.num_microbatches):
+                raise ValueError(
+                    f"--{name.replace('_', '-')}={getattr(c, name)} cannot be spread over data*fsdp={shards} of "
+                    f"{option} in --num-microbatches={c.num_microbatches} parts: choose a multiple of "
+                    f"{shards * c.num_microbatches}"
+                )

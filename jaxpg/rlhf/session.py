@@ -46,7 +46,8 @@ def session(run: Run) -> Iterator[Session]:
         f"[bold]{run.name}[/] on {run.mesh.size} {jax.devices()[0].platform} device(s), folder {run.folder}, "
         f"model {run.config.model or 'tiny'}"
     )
-    saves = Checkpointer(run.folder / "checkpoints", about={"config": run_folder.config_dict(run.config)})
+    about = {"config": run_folder.config_dict(run.config)}
+    saves = Checkpointer(run.folder / "checkpoints", keep=run.config.keep, about=about)
     newest = saves.record() or {"metrics_bytes": 0}
     path = run.folder / "metrics.jsonl" if distributed.is_first() else None
     writer = metrics.JsonlWriter(path, offset=newest["metrics_bytes"])
@@ -61,15 +62,16 @@ def session(run: Run) -> Iterator[Session]:
 
 def fit(session: Session, step: loop.Step, state: TrainState, *, show: Sequence[str]) -> TrainState:
     """Does the steps that the run asks for, with a bar that shows these numbers of each row."""
-    steps = session.run.config.steps
-    bar = session.progress.add_task(session.run.name, total=steps, numbers="")
+    c = session.run.config
+    bar = session.progress.add_task(session.run.name, total=c.steps, numbers="")
 
     def on_step(state, done, row):
         numbers = "  ".join(f"{name.removeprefix('score/')} {row[name]:.3f}" for name in show)
         session.progress.update(bar, completed=done, numbers=numbers)
 
-    state = loop.run(step, state, session.journal, steps=steps, on_step=on_step)
-    session.progress.update(bar, completed=steps)
+    options = {"steps": c.steps, "max_nonfinite": c.max_nonfinite}
+    state = loop.run(step, state, session.journal, on_step=on_step, **options)
+    session.progress.update(bar, completed=c.steps)
     return state
 
 

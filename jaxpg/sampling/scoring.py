@@ -20,7 +20,7 @@ def score(
     model: Model,
     temperature: float = 1.0,
     filters: Sequence[Filter] = (),
-    chunk: int = logprobs.DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Array, Array]:
     """Computes the log-probs of given tokens (teacher forcing); carries gradient to params.
 
@@ -33,7 +33,7 @@ def score(
       tokens: [B, T] int32, prompts and completions.
       token_mask: [B, T] bool, real tokens.
       model: as in `sample`, as `temperature` (positive) and `filters`.
-      chunk: positions a row whose logits are held at a time.
+      chunk: positions a row whose logits are held at a time, as in `logprobs.from_hidden`.
 
     Returns:
       Log-probs [B, T] of the filtered and of the plain tempered distribution, float32, nats; index t speaks about
