@@ -130,8 +130,7 @@ def from_hidden(
 def _check_hidden(hidden, tokens, temperature, chunk) -> tuple[Array, Array]:
     """Raises ValueError where the arguments of `from_hidden` do not fit."""
     checks.positive("temperature", temperature)
-    if chunk is not None:
-        checks.at_least("chunk", chunk, 1)
+    checks.at_least("chunk", chunk, 1)  # None passes
     hidden = jnp.asarray(hidden)
     if hidden.ndim < 2 or 0 in hidden.shape[-2:]:
         raise ValueError(f"hidden has shape {hidden.shape}: must be [..., T, E] with T and E at least 1")

@@ -218,7 +218,7 @@ def _refusals(options):
         ({"target_kl": 0.0}, "--target-kl=0.0: must be greater than 0"),
         ({"mesh": "data=3"}, "asks for 3 devices"),
         ({"sampler_mesh": "data=3"}, "asks for 3 devices"),
-        ({"mesh": "tensor=8", "sampler_mesh": "tensor=8"}, "not divisible by mesh axis tensor=8"),
+        ({"sampler_mesh": "tensor=8"}, "not divisible by mesh axis tensor=8"),
         ({"keep": 0}, "--keep=0: must be at least 1"),
         ({"name": "other", "smoke": False, "batch_size": 30}, "--batch-size=30 cannot be spread"),
     ):

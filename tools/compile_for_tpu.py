@@ -147,7 +147,7 @@ def devices(topology: str):
 
 
 def _check_sizes(c: Config, meshes) -> None:
-    checks.options_at_least(c, 1, "sequences", "group_size", "num_microbatches", "prompt_length")
+    checks.options_at_least(c, 1, "sequences", "group_size", "num_microbatches", "prompt_length", "chunk")
     if c.length <= c.prompt_length:
         raise ValueError(
             f"--length={c.length} leaves no room for a completion behind --prompt-length={c.prompt_length}"
