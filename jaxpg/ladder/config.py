@@ -238,9 +238,10 @@ def open_run(
     mesh = sharding.make_mesh(c.mesh)
     held_out = task.held_out(c.held_out)
     run = Run(name, c, mesh, model, tokenizer, task, held_out, prompt_length, evaluation_batch, driven)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
     for option, place in meshes(c).items():
         _check_rows(run, option, place)
-        sharding.shardings(place, jax.eval_shape(model.init, jax.random.key(0)))  # does the mesh divide the model?
+        sharding.shardings(place, shapes)  # does the mesh divide the model?
     encode_prompts(tokenizer, task.render(held_out), length=prompt_length)  # do they fit?
     run_folder.open_run(c.run_dir, run_folder.config_dict(c, without=NOT_IDENTITY), resume=c.resume)
     return run
