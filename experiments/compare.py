@@ -54,6 +54,8 @@ class Config(distributed.Options):
 
 def prepare(config: Config) -> Config:
     """Checks the options before anything is compiled or written."""
+    if config.smoke:
+        config = dataclasses.replace(config, rungs=config.rungs[:2], seeds=config.seeds[:1])
     unknown = [name for name in config.rungs if name not in RUNGS]
     if unknown or not config.rungs:
         raise ValueError(f"--rungs={' '.join(config.rungs)}: choose among {', '.join(RUNGS)}")

@@ -50,7 +50,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """A table of anything that prints; the first column is text, the others are set to the right."""
     built = Table(title=title)
     for i, name in enumerate(columns):
-        built.add_column(name, justify="left" if i == 0 else "right")
+        built.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         built.add_row(*map(str, row))
     return built

@@ -1,4 +1,6 @@
-"""The loss and the gradient are the same on every mesh, for the policy, for adapters and for a critic."""
+"""On every mesh the same: loss and gradient of the policy, of adapters and of a critic, and what the policy samples."""
+
+from functools import partial
 
 import jax
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from jaxpg import algorithms, ladder, sharding, train_state
 from jaxpg.models import Config, Model, lora
+from jaxpg.sampling import sample
 from jaxpg.types import Batch
 from jaxpg.update import adamw, make_update
 
@@ -83,6 +86,35 @@ def test_loss_and_gradient_are_those_of_one_device(build, capfd):
         np.testing.assert_allclose(found, loss, rtol=1e-5, err_msg=spec)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest), there, gradient)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_samples_are_those_of_one_device(key):
+    """Layers are unrolled, the sampler's default: XLA's partitioner may trip where the scan over them does not."""
+    model = make_model()
+    params = model.init(jax.random.key(0))
+    params |= {"head": params["head"] * 12}  # far from uniform
+    prompts = np.random.default_rng(0).integers(2, VOCABULARY, (8, 4)).astype(np.int32)
+    mask = np.arange(4) >= (np.arange(8) % 3)[:, None]
+    draw = jax.jit(partial(sample, model=model, max_new_tokens=LENGTH - 4, stop_tokens=(1,), samples_per_prompt=2))
+    alone = draw(params, prompts, mask, key)
+    assert len(np.unique(alone.tokens[:, 4:])) > 10
+    for spec in (*MESHES[1:], "fsdp=4,tensor=2"):
+        mesh = sharding.make_mesh(spec)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(params, sharding.shardings(mesh, params))
+            found = draw(placed, *sharding.put_rows(mesh, (prompts, mask)), key)
+        np.testing.assert_array_equal(found.tokens, alone.tokens, err_msg=spec)
+        np.testing.assert_allclose(found.plain_log_probs, alone.plain_log_probs, atol=1e-5, err_msg=spec)
+
+
+@pytest.mark.parametrize("shape", [(32,), (8, 32), (8, 4, 32)])
+def test_hidden_states_of_any_rank_have_logits_on_a_mesh(shape):
+    model = make_model()
+    params, hidden = model.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), shape)
+    expected = model.unembed(params, hidden)
+    with jax.set_mesh(sharding.make_mesh("data=2,fsdp=2,tensor=2")):
+        found = jax.jit(model.unembed)(params, hidden)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def peak_memory(spec):

@@ -201,7 +201,7 @@ def lower_update(p: Prepared):
 
 
 def lower_sampler(p: Prepared):
-    """The sampler as a run calls it, layers scanned: one compiles 80 of them unrolled for too long."""
+    """The sampler as a run calls it."""
     c, mesh = p.config, p.meshes["sampler"]
     draw = partial(
         sample,
@@ -209,7 +209,6 @@ def lower_sampler(p: Prepared):
         max_new_tokens=c.length - c.prompt_length,
         samples_per_prompt=c.group_size,
         stop_tokens=(0,),
-        unroll=False,
     )
     params = jax.eval_shape(lambda: make_cast(p.model, mesh)(p.model.init(jax.random.key(0))))
     rows = partial(jax.ShapeDtypeStruct, (c.sequences // c.group_size, c.prompt_length), sharding=sharding.rows(mesh))

@@ -89,10 +89,7 @@ class Cache:
 
 
 def write(keys: Array, values: Array, new_keys: Array, new_values: Array, slot: Array) -> tuple[Array, Array]:
-    """Writes M tokens, [R, M, K, D], into a layer's slots from `slot` on.
-
-    Before they are read: a loop whose steps read the old cache and then write it would copy it in each step.
-    """
+    """Writes M tokens, [..., R, M, K, D], into the slots from `slot` on, of a layer or of all stacked layers."""
     new_keys, new_values = as_keys(new_keys).astype(keys.dtype), as_values(new_values).astype(values.dtype)
     return (
         jax.lax.dynamic_update_slice_in_dim(keys, new_keys, slot, -1),

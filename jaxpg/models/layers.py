@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpg.models import rope
 from jaxpg.models.attention import Past, attend, attend_past
-from jaxpg.models.cache import write
+from jaxpg.models.cache import as_keys, as_values, write
 from jaxpg.models.config import Config
 from jaxpg.sharding import constrain_rows
 from jaxpg.types import Array
@@ -24,9 +24,9 @@ class Place(NamedTuple):
 
     positions: Array  # [B, N] int32, counting real tokens
     mask: Array  # [B, N] bool, real tokens
-    past_masks: Sequence[Array] = ()  # [b, S] bool of each cache; the last is the rows' own, these tokens among it
-    past_positions: Sequence[Array] = ()  # [b, S] int32
-    slot: Array | None = None  # [] int32, where in the rows' own cache the tokens go
+    past_masks: Sequence[Array] = ()  # [b, S] bool of each cache: shared ones, the rows' own, and without a slot `mask`
+    past_positions: Sequence[Array] = ()  # [b, S] int32, alike
+    slot: Array | None = None  # [] int32, where in the rows' own cache the tokens go; None: they are not written to it
     documents: Array | None = None  # [B, N] int32, tokens see those of the same number; None: all of their row
 
 
@@ -125,18 +125,18 @@ class Attention(Layer):
             queries, keys = norm(c, "query_norm")(queries), norm(c, "key_norm")(keys)
         cos, sin = self._angles(place.positions, is_local)
         queries, keys = rope.rotate(queries, cos, sin), rope.rotate(keys, cos, sin)
-        if past:
-            *shared, own = past
-            keys, values = write(*own, keys, values, place.slot)
-            parts = [
-                Past(*keys_values, mask, positions)
-                for keys_values, mask, positions in zip(
-                    (*shared, (keys, values)), place.past_masks, place.past_positions, strict=True
-                )
-            ]
-            attended = attend_past(c, queries, place.positions, parts, is_local)
-        else:
+        if not past:
             attended = attend(c, queries, keys, values, place.positions, place.mask, is_local, place.documents)
+        else:
+            if place.slot is None:
+                past = (*past, (as_keys(keys), as_values(values)))
+            else:
+                *shared, own = past
+                keys, values = write(*own, keys, values, place.slot)
+                past = (*shared, (keys, values))
+            caches = zip(past, place.past_masks, place.past_positions, strict=True)
+            parts = [Past(*keys_values, mask, positions) for keys_values, mask, positions in caches]
+            attended = attend_past(c, queries, place.positions, parts, is_local)
         out_shape = (c.num_heads, c.head_dim, c.hidden_size)
         (out,) = self.project(("out",), attended, (out_shape,), back(c, 2), inputs=2)
         return out, (keys, values)
@@ -196,7 +196,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; returns its keys and values for a cache, or the rows' own cache with them in it."""
+    """One layer; returns the tokens' keys and values, or where there is a slot the rows' own cache with them in it."""
 
     config: Config
 

@@ -38,7 +38,7 @@ class Transformer(nn.Module):
             self.head = self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
 
     def __call__(self, tokens: Array, place: Place, past=()):
-        """Returns the final hidden states [B, N, E] and every layer's keys and values [L, B, N, K, D]."""
+        """Returns the final hidden states [B, N, E] and the keys and values of the tokens [L, B, N, K, D]."""
         x = self.embed(tokens)
         x, keys_values = self.layers(x, past, jnp.asarray(self.config.locality), place)
         return self.finish(x), keys_values
@@ -64,7 +64,8 @@ class Transformer(nn.Module):
             # then exchanged over tensor: in one go XLA would make the whole table on every device.
             table, hidden = constrain(constrain(table, None, "tensor"), "tensor"), constrain_rows(hidden)
             logits = jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
-            logits = constrain(logits, ("data", "fsdp"), *[None] * (logits.ndim - 2), "tensor")
+            leading = [("data", "fsdp"), *[None] * hidden.ndim][: hidden.ndim - 1]
+            logits = constrain(logits, *leading, "tensor")
         return logits if c.final_softcap is None else c.final_softcap * jnp.tanh(logits / c.final_softcap)
 
     def init_all(self, tokens: Array) -> Array:
@@ -147,13 +148,18 @@ class Model:
         Returns:
           Final hidden states [R, M, E] and the cache with the tokens appended.
         """
-        slot = cache.length
-        cache, positions = cache.reserve(token_mask)
-        past_masks, past_positions = (cache.prompt_mask, cache.mask), (count(cache.prompt_mask), cache.positions)
-        place = Place(positions, token_mask, past_masks, past_positions, slot)
+        before, (cache, positions) = cache, cache.reserve(token_mask)
         past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
-        run = self._unrolled if isinstance(params["layers"], tuple) else self._scanned
-        hidden, (keys, values) = run(params, tokens, place, past)
+        shared = count(cache.prompt_mask)
+        if isinstance(params["layers"], tuple):
+            masks, places = (cache.prompt_mask, cache.mask), (shared, cache.positions)
+            place = Place(positions, token_mask, masks, places, slot=before.length)
+            hidden, (keys, values) = self._unrolled(params, tokens, place, past)
+        else:
+            # What a scan writes it copies, each layer's cache out and back: all layers are written together after it.
+            masks, places = (cache.prompt_mask, before.mask, token_mask), (shared, before.positions, positions)
+            hidden, new = self._scanned(params, tokens, Place(positions, token_mask, masks, places), past)
+            keys, values = cache_lib.write(cache.keys, cache.values, *new, before.length)
         return hidden, dataclasses.replace(cache, keys=keys, values=values)
 
     def decode(self, params, tokens: Array, cache: cache_lib.Cache, token_mask: Array | None = None):
@@ -180,7 +186,7 @@ class Model:
         return self._module.apply(_variables(params), tokens, place, past)
 
     def _unrolled(self, params, tokens: Array, place: Place, past):
-        """Layer after layer. In a loop over steps, a scan would copy each layer's weights and cache before use."""
+        """Layer after layer. In a loop over steps on a CPU, a scan would copy each layer's weights before use."""
         c, outside = self.config, {name: value for name, value in params.items() if name not in ("layers", "lora")}
         x = self._module.apply({"params": outside}, tokens, method="embed")
         adapters = params.get("lora", {}).get("layers", [None] * c.num_layers)

@@ -10,6 +10,7 @@ from jaxpg.checks import at_least
 from jaxpg.models import Model
 from jaxpg.sampling.decoding import Settings
 from jaxpg.sampling.filters import Filter
+from jaxpg.sharding import target_platform
 from jaxpg.types import Array, Rollout
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Request:
     row_limits: Array | None = None
     greedy: bool = False
     continued: Rollout | None = None
-    unroll: bool = True
+    unroll: bool | None = None
 
     @property
     def settings(self) -> Settings:
@@ -49,6 +50,8 @@ def request(prompts: Array, prompt_mask: Array, **options) -> Request:
       ValueError: naming the argument, its value and what is allowed.
     """
     r = Request(**options)
+    if r.unroll is None:
+        r = dataclasses.replace(r, unroll=target_platform() != "tpu")
     at_least("max_new_tokens", r.max_new_tokens, 1)
     at_least("samples_per_prompt", r.samples_per_prompt, 1)
     if r.temperature < 0:
