@@ -18,7 +18,7 @@ quickstart: $(VENV)/.installed-core
 	$(BIN)/python experiments/quickstart.py --resume $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-parity: $(PARITY)/.installed
 	$(PARITY)/bin/python -m pytest tests/parity $(ARGS)

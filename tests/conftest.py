@@ -42,15 +42,22 @@ def x64():
 
 
 SLOWEST_FIRST = (
+    "test_ladder",
+    "test_rlhf",
     "test_distributed",
+    "test_sampler_modes",
     "test_meshes",
+    "test_faults",
     "test_compile_for_tpu",
     "test_hf_parity_fixtures",
+    "test_step_level",
     "test_quickstart",
-    "test_sampler_modes",
+    "test_lora",
+    "test_games",
+    "test_notebooks",
+    "test_real_models",
     "test_algorithms",
     "test_exact",
-    "test_lora",
     "test_sampler",
     "test_heads",
     "test_attention",
@@ -59,6 +66,9 @@ SLOWEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items):
-    """Starts with the slowest files: two processes that share files would else wait for the last one."""
+    """Starts with the slowest files: two processes that share files would else wait for the last one.
+
+    The Makefile asks pytest-xdist for this order (--no-loadscope-reorder), or it would begin with what has most tests.
+    """
     order = {name: place for place, name in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
