@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from jaxpg import hlo
 
 TOOL = Path(__file__).parents[1] / "tools" / "compile_for_tpu.py"
 SMALL = """
@@ -38,17 +41,20 @@ def compiled(folder: Path, *arguments: str) -> dict:
 
 
 def test_update_and_sampler_and_what_fsdp_saves(tmp_path):
-    cut = compiled(tmp_path, "--mesh", "fsdp=2,tensor=2")
+    cut = compiled(tmp_path, "--mesh", "fsdp=2,tensor=2", "--hlo", str(tmp_path))
+    assert copies_of_a_cache((tmp_path / "sampler.txt").read_text()) == []
     assert set(cut) == {"update", "reshard", "sampler"} and all(found["fits"] for found in cut.values())
     for found in cut.values():
         assert sum(found["collective_bytes_by_kind"].values()) == pytest.approx(found["collective_bytes"])
         assert sum(found["collective_bytes_by_axis"].values()) == pytest.approx(found["collective_bytes"])
         assert found["seconds"]["total"] > 0
         memory = found["memory_bytes"]
-        kinds = ("arguments", "outputs", "temporaries", "code")
+        kinds = ("arguments", "outputs", "temporaries", "code", "held")
         assert memory["total"] == sum(memory[kind] for kind in kinds) - memory["aliased"]
     given = cut["update"]["memory_bytes"]["arguments"]  # parameters and both moments, and a few rows
     assert cut["update"]["loops_of_unknown_length"] == []
+    held = [cut[name]["memory_bytes"]["held"] / given for name in ("update", "reshard", "sampler")]
+    assert held == pytest.approx([0, 2 / 3, 1], rel=0.1), "the moments while parameters are moved, then all of it"
     assert any("fsdp" in axes for axes in cut["update"]["collective_bytes_by_axis"])
     # Weights are gathered once, in bfloat16, and not by the sampler.
     assert all("fsdp" in axes for axes in cut["reshard"]["collective_bytes_by_axis"])
@@ -60,6 +66,16 @@ def test_update_and_sampler_and_what_fsdp_saves(tmp_path):
     assert given[0] == pytest.approx(given[1] / 2, rel=0.15)
     totals = [found["update"]["memory_bytes"]["total"] for found in (cut, whole)]
     assert totals[0] < totals[1] - 0.85 * (given[1] - given[0])
+
+
+def copies_of_a_cache(text: str) -> list[str]:
+    """Kernels that give a layer's keys or values, and run once a layer and step; all layers are written once a step."""
+    steps, rows, heads = 63, 8, 1  # on one of data=2,tensor=2
+    shape = re.compile(rf"bf16\[(?:\d+,)?{rows},{heads},(?:128,{steps}|{steps},128)\]")
+    program = hlo.Program(text, assumed=steps)
+    kernels = [(i, times) for _, i, times in program.instructions() if "estimated_cycles" in i.rest]
+    assert any(times == 4 * steps for _, times in kernels), "layers are scanned"
+    return [i.name for i, times in kernels if times > steps and shape.match(i.shape)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpg import logprobs
 from jaxpg.models import Config, Model
-from jaxpg.sampling import sample
+from jaxpg.sampling import checks, sample
 from jaxpg.types import StopReason
 
 MODEL = Model(
@@ -171,3 +171,12 @@ def test_a_float_mask_is_refused(params, key):
     prompts, mask = prompts_of(2)
     with pytest.raises(ValueError, match="prompt_mask has dtype float32"):
         draw(params, prompts, mask.astype(jnp.float32), key)
+
+
+@pytest.mark.parametrize(("platform", "unrolled"), [("cpu", True), ("gpu", True), ("tpu", False)])
+def test_layers_are_unrolled_but_on_tpus(platform, unrolled, monkeypatch):
+    monkeypatch.setattr(checks, "target_platform", lambda: platform)
+    prompts = np.ones((1, 2), np.int32)
+    for asked, expected in ((None, unrolled), (True, True), (False, False)):
+        options = {"model": MODEL, "max_new_tokens": 2, "stop_tokens": (), "unroll": asked}
+        assert checks.request(prompts, prompts > 0, **options).unroll is expected

@@ -6,7 +6,8 @@
 It needs libtpu (extra `tpu-compile`). Programs are those of a run: `update.make_update` with the algorithm's loss,
 AdamW and a donated state, and `sampling.sample`; `reshard` moves the parameters from the mesh of one to that of the
 other, once a rollout (`sampling/resharding.py`). Of parameters there are shapes alone; nothing is allocated. Memory and
-collectives are the compiled program's. Times are estimates: nothing has run. What they are made of:
+collectives are the compiled program's; `held` is what else of the train state stays on the chip while it runs. Times
+are estimates: nothing has run. What they are made of:
 
   kernels      the compiler's cycles for each of its kernels, times the trip counts of the loops around it, over the
                clock. XLA's own `optimal_seconds` counts each loop's body once and is of no use for a training step.
@@ -34,6 +35,7 @@ os.environ |= {
 
 import dataclasses
 import importlib.util
+import math
 import re
 import time
 from collections import Counter
@@ -192,12 +194,26 @@ def lower_update(p: Prepared):
 
     optimizer = adamw(1e-6)
     step = make_update(algorithms.make_loss_fn(algorithm, policy), optimizer, num_microbatches=c.num_microbatches)
-    state = jax.eval_shape(lambda: train_state.init(p.model.init(jax.random.key(0)), optimizer, jax.random.key(1)))
+    state = train_state_of(p, optimizer)
     places = sharding.shardings(mesh, state)
     rows = partial(jax.ShapeDtypeStruct, (c.sequences, c.length), sharding=sharding.rows(mesh))
     batch = Batch(rows(jnp.int32), rows(bool), rows(bool), log_probs=rows(jnp.float32), advantages=rows(jnp.float32))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, sharding.replicated(mesh)))
     return jitted.lower(placed(state, places), batch)
+
+
+def train_state_of(p: Prepared, optimizer):
+    """Shapes of parameters and moments."""
+    return jax.eval_shape(lambda: train_state.init(p.model.init(jax.random.key(0)), optimizer, jax.random.key(1)))
+
+
+def held_meanwhile(p: Prepared, name: str) -> float:
+    """Bytes of the train state on a device that are not among a program's arguments, and stay there while it runs."""
+    state = train_state_of(p, adamw(1e-6))
+    trees = {"update": (), "reshard": (state.opt_state,), "sampler": (state.params, state.opt_state)}[name]
+    places = sharding.shardings(p.meshes["update"], trees)
+    sizes = jax.tree.map(lambda x, place: math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize, trees, places)
+    return float(sum(jax.tree.leaves(sizes)))
 
 
 def lower_sampler(p: Prepared):
@@ -248,17 +264,17 @@ def measure(p: Prepared, name: str) -> dict[str, Any]:
         p.config.hlo.mkdir(parents=True, exist_ok=True)
         (p.config.hlo / f"{name}.txt").write_text(text)
     assumed = p.config.length - p.config.prompt_length - 1 if name == "sampler" else 1  # the longest completion's steps
-    found["memory_bytes"] = memory(compiled.memory_analysis())
+    found["memory_bytes"] = memory(compiled.memory_analysis(), held=held_meanwhile(p, name))
     found["fits"] = found["memory_bytes"]["total"] <= found["capacity_bytes"]
     found |= work(p, name, compiled, hlo.Program(text, assumed=assumed))
     return found | {"compile_seconds": time.perf_counter() - started}
 
 
-def memory(stats) -> dict[str, float]:
+def memory(stats, *, held: float) -> dict[str, float]:
     """Bytes by kind; outputs that take the place of donated arguments are counted once."""
     kinds = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "code": "generated_code"}
     found = {kind: float(getattr(stats, f"{field}_size_in_bytes")) for kind, field in kinds.items()}
-    aliased = float(stats.alias_size_in_bytes)
+    found["held"], aliased = held, float(stats.alias_size_in_bytes)
     return found | {"aliased": aliased, "total": sum(found.values()) - aliased}
 
 
