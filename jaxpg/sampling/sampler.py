@@ -35,9 +35,9 @@ def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_to
       greedy: also return the most likely completion of each prompt, from the same prefill (ReMax; static).
       continued: a Rollout of these prompts, whose rows that were cut by their budget go on: the tokens are those that
         one longer call would have drawn. N counts their old tokens too.
-      unroll: run decode steps layer after layer: up to 1.3 times as fast on a CPU with a small model, for a longer compilation
-        and, during the call, a second copy of the parameters. False scans over stacked layers; default but on TPUs,
-        where a step is estimated to take as long either way (static).
+      unroll: run decode steps layer after layer: up to 1.3 times as fast with a small model on a CPU, for a longer
+        compilation and, during the call, a second copy of the parameters. False scans over stacked layers; default but
+        on TPUs, where a step is estimated to take as long either way (static).
 
     Returns:
       A Rollout of B = P·G rows and T = S + N columns; rows of one prompt are adjacent. `log_probs` are of the tempered
