@@ -54,8 +54,6 @@ class Config(distributed.Options):
 
 def prepare(config: Config) -> Config:
     """Checks the options before anything is compiled or written."""
-    if config.smoke:
-        config = dataclasses.replace(config, rungs=config.rungs[:2], seeds=config.seeds[:1])
     unknown = [name for name in config.rungs if name not in RUNGS]
     if unknown or not config.rungs:
         raise ValueError(f"--rungs={' '.join(config.rungs)}: choose among {', '.join(RUNGS)}")
@@ -66,6 +64,8 @@ def prepare(config: Config) -> Config:
             f"--samples={config.samples}: must be at least --batch-size={config.batch_size}, itself above 0"
         )
     ladder.leveled_task(config.levels, family=ladder.FAMILIES[config.task], spare=config.spare)  # checks the levels
+    if config.smoke:
+        config = dataclasses.replace(config, rungs=config.rungs[:2], seeds=config.seeds[:1])
     return config
 
 

@@ -1,5 +1,6 @@
 """Several real processes on one machine: the same run as in one process, and an end in time when one of them dies."""
 
+import json
 import shlex
 import signal
 import time
@@ -41,6 +42,12 @@ def alone(tmp_path_factory):
     return folder
 
 
+def saved(folder):
+    """Names, shapes and options of the last checkpoint."""
+    record = max((folder / "checkpoints" / "rl").glob("*/record"), key=lambda path: int(path.parent.name))
+    return json.loads(next(record.glob("metadata*")).read_text())
+
+
 @pytest.fixture(scope="module")
 def parameters(tmp_path_factory):
     """Reads those of a run's last checkpoint, onto one device."""
@@ -61,6 +68,8 @@ def test_processes_do_together_what_one_does_alone(count, found, alone, paramete
         for name, value in row.items():
             if "seconds" not in name and name != "log_prob_gap" and not isinstance(value, str):
                 np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7, err_msg=f"{row['step']} {name}")
+    here, there = saved(tmp_path / "run"), saved(alone)
+    assert here["arrays"] == there["arrays"]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *map(parameters, (tmp_path / "run", alone))
     )

@@ -59,6 +59,7 @@ from jaxpg.update import adamw, make_update
 
 PALLAS_SHARE = 0.5  # of the peak, that attention kernels are taken to reach
 GB = 1e9
+OPTIMIZER = adamw(1e-6)
 
 
 class Chip(NamedTuple):
@@ -192,9 +193,8 @@ def lower_update(p: Prepared):
         hidden = p.model.hidden(params, batch.tokens, batch.token_mask)
         return logprobs.from_hidden(partial(p.model.unembed, params), hidden, batch.tokens, chunk=c.chunk)
 
-    optimizer = adamw(1e-6)
-    step = make_update(algorithms.make_loss_fn(algorithm, policy), optimizer, num_microbatches=c.num_microbatches)
-    state = train_state_of(p, optimizer)
+    step = make_update(algorithms.make_loss_fn(algorithm, policy), OPTIMIZER, num_microbatches=c.num_microbatches)
+    state = train_state_of(p)
     places = sharding.shardings(mesh, state)
     rows = partial(jax.ShapeDtypeStruct, (c.sequences, c.length), sharding=sharding.rows(mesh))
     batch = Batch(rows(jnp.int32), rows(bool), rows(bool), log_probs=rows(jnp.float32), advantages=rows(jnp.float32))
@@ -202,14 +202,14 @@ def lower_update(p: Prepared):
     return jitted.lower(placed(state, places), batch)
 
 
-def train_state_of(p: Prepared, optimizer):
+def train_state_of(p: Prepared):
     """Shapes of parameters and moments."""
-    return jax.eval_shape(lambda: train_state.init(p.model.init(jax.random.key(0)), optimizer, jax.random.key(1)))
+    return jax.eval_shape(lambda: train_state.init(p.model.init(jax.random.key(0)), OPTIMIZER, jax.random.key(1)))
 
 
 def held_meanwhile(p: Prepared, name: str) -> float:
     """Bytes of the train state on a device that are not among a program's arguments, and stay there while it runs."""
-    state = train_state_of(p, adamw(1e-6))
+    state = train_state_of(p)
     trees = {"update": (), "reshard": (state.opt_state,), "sampler": (state.params, state.opt_state)}[name]
     places = sharding.shardings(p.meshes["update"], trees)
     sizes = jax.tree.map(lambda x, place: math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize, trees, places)

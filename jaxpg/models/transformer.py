@@ -152,6 +152,7 @@ class Model:
         past = ((cache.prompt_keys, cache.prompt_values), (cache.keys, cache.values))
         shared = count(cache.prompt_mask)
         if isinstance(params["layers"], tuple):
+            # Each layer writes before it reads: a loop whose steps read the old cache would copy it on a CPU.
             masks, places = (cache.prompt_mask, cache.mask), (shared, cache.positions)
             place = Place(positions, token_mask, masks, places, slot=before.length)
             hidden, (keys, values) = self._unrolled(params, tokens, place, past)
