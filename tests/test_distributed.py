@@ -57,6 +57,16 @@ def parameters(tmp_path_factory):
     return lambda folder: Checkpointer(folder / "checkpoints" / "rl", read_only=True).restore_params(like)
 
 
+def assert_same_but_for_rounding(array, expected):
+    """A whole array to some 1e-6 of its length; no element by more than 1.5 % of one of Adam's steps (7e-4).
+
+    Adam divides each gradient by its own size: where it is all but zero, it is rounding that decides how far to go.
+    """
+    array, expected = np.asarray(array), np.asarray(expected)
+    assert np.linalg.norm(array - expected) <= 2e-6 * np.linalg.norm(expected)
+    np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("count", "found"), [(2, by_open_mpi), (4, by_slurm)])
 def test_processes_do_together_what_one_does_alone(count, found, alone, parameters, tmp_path):
     """Samples, scores, losses, gradients: all that is logged, and the parameters. Sums may round otherwise."""
@@ -70,9 +80,7 @@ def test_processes_do_together_what_one_does_alone(count, found, alone, paramete
                 np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7, err_msg=f"{row['step']} {name}")
     here, there = saved(tmp_path / "run"), saved(alone)
     assert here["arrays"] == there["arrays"]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *map(parameters, (tmp_path / "run", alone))
-    )
+    jax.tree.map(assert_same_but_for_rounding, *map(parameters, (tmp_path / "run", alone)))
 
 
 def test_a_run_goes_on_with_another_number_of_processes(alone, tmp_path):
