@@ -2,20 +2,20 @@
 
 import os
 
-# The suite is compilation, most of it: without LLVM's optimisations it takes little more than half of the time.
+from launching import QUICK_COMPILATION, compiled_programs
+
 # XLA ends the process when one of the eight devices has not come to a collective within 40 seconds, which may happen on
 # a loaded machine: it waits for two minutes.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
-    + " --xla_backend_optimization_level=0"
+    + f" {QUICK_COMPILATION}"
     + " --xla_cpu_collective_call_terminate_timeout_seconds=120"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
-from launching import compiled_programs
 
 
 @pytest.fixture

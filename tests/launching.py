@@ -12,6 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "experiments"
 
+# The suite is compilation, most of it: without LLVM's optimisations, and with the older of the two ways in which XLA
+# makes kernels for a CPU (JAX 0.12 has the newer alone and ignores the option), it takes a third of the time.
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+
 
 def load(path: Path, name: str | None = None):
     """Imports a file as a module of the given name, default its own."""
@@ -31,7 +35,7 @@ def compiled_programs() -> str:
 
 def environment(devices: int) -> dict[str, str]:
     """Of a process with so many virtual devices; most of its time would be compilation."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILATION}"
     quick = {"JAX_COMPILATION_CACHE_DIR": compiled_programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     return os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
