@@ -14,12 +14,10 @@ from jaxpg.objective import Algorithm, make_loss_fn
 from jaxpg.types import Batch
 from jaxpg.update import adamw, make_update
 
-# Compiled without the optimizations of the machine code: half the time, the same numbers to rounding.
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 SIZES = {"vocab_size": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 SIZES |= {"head_dim": 4, "mlp_size": 16, "max_length": 16}
 MODEL = Model(Config(**SIZES))
-HIDDEN = quick_jit(MODEL.hidden)
+HIDDEN = jax.jit(MODEL.hidden)
 INIT = jax.jit(MODEL.init)
 
 
@@ -74,7 +72,7 @@ def gradients(policy, params):
     """Of both losses, of the policy's alone and of the critic's alone."""
     batch = make_batch()
 
-    @quick_jit
+    @jax.jit
     def of(params, *coefs):
         return jax.grad(lambda params: make_loss_fn(algorithm(*coefs), policy)(params, batch)[0].mean)(params)
 
@@ -143,7 +141,7 @@ def test_each_loss_trains_its_own_trunk():
 
 def test_a_zero_head_learns_its_targets():
     optimizer = adamw(3e-2)
-    update = quick_jit(
+    update = jax.jit(
         make_update(make_loss_fn(algorithm(policy_coef=0.0), separate_policy), optimizer), donate_argnums=0
     )
     state = train_state.init(separate_params(scale=0.0), optimizer, jax.random.key(0))
@@ -168,7 +166,7 @@ def test_a_reward_model_learns_a_preference():
 
     optimizer = adamw(1e-2)
     opt_state = optimizer.init(params)
-    step = quick_jit(jax.value_and_grad(loss_fn, has_aux=True))
+    step = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     (first, _), grads = step(params)
     np.testing.assert_allclose(first, np.log(2), rtol=1e-6)
     for _ in range(30):

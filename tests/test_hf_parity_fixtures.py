@@ -34,12 +34,7 @@ def fixture(name):
         logits = model.logits(params, tokens, mask)
         return logits, logprobs.token_log_probs(logits, tokens)
 
-    return model, params, golden, quickly(outputs, params, golden["none_tokens"], golden["none_mask"])
-
-
-def quickly(function, *args):
-    """Compiles without the optimizations of the machine code: half the time, the same numbers to rounding."""
-    return jax.jit(function).lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})
+    return model, params, golden, jax.jit(outputs)
 
 
 def test_every_architecture_has_a_fixture():
@@ -79,5 +74,5 @@ def test_greedy_continuations_equal_transformers(name):
     new_tokens = continuations.shape[1]
     greedy = functools.partial(sample, model=model, max_new_tokens=new_tokens, stop_tokens=(), temperature=0.0)
     args = params, jnp.asarray(prompts), jnp.asarray(golden["prompt_mask"]), jax.random.key(0)
-    rollout = quickly(greedy, *args)(*args)
+    rollout = jax.jit(greedy)(*args)
     np.testing.assert_array_equal(rollout.tokens[:, prompts.shape[1] :], continuations)

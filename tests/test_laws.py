@@ -50,7 +50,6 @@ MASK = np.array(
     bool,
 )
 V = 5  # vocabulary
-QUICK = {"xla_backend_optimization_level": 0}  # for what is compiled to run a few times only
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-5}
 
 
@@ -244,7 +243,7 @@ def guarded(name: str):
             total += jnp.sum(x, dtype=jnp.float32)
         return total, out
 
-    return jax.jit(jax.value_and_grad(objective, has_aux=True), compiler_options=QUICK)
+    return jax.jit(jax.value_and_grad(objective, has_aux=True))
 
 
 def value_and_gradient(name, arrays, mask, weights):
@@ -361,7 +360,7 @@ AGGREGATORS = (
 )
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def every_loss(log_probs, old, advantages, mask):
     """Total, weight and gradient of the total, and the clip fraction, of every loss with every aggregator."""
     clean = masked.fill(old, mask)

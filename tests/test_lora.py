@@ -22,13 +22,11 @@ from jaxpg.sampling import sample
 from jaxpg.types import Batch
 from jaxpg.update import adamw, make_update
 
-# Compiled without the optimizations of the machine code: half the time, the same numbers to rounding.
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = {"vocab_size": 16, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 CONFIG = Config(**SIZES, head_dim=4, mlp_size=16, max_length=16, lora_alpha=6.0)
 MODEL = Model(CONFIG)
-LOGITS = quick_jit(MODEL.logits)
+LOGITS = jax.jit(MODEL.logits)
 TOKENS = jax.random.randint(jax.random.key(9), (4, 8), 0, 16)
 MASK = jnp.arange(8) >= jnp.array([0, 1, 2, 0])[:, None]
 TRAINED = ("attention/query", "attention/out", "mlp/down")
@@ -89,7 +87,7 @@ def policy(params, batch):
 UPDATE = make_update(make_loss_fn(ALGORITHM, policy), OPTIMIZER, trainable=trainable, num_microbatches=2)
 
 
-STEP = quick_jit(UPDATE)
+STEP = jax.jit(UPDATE)
 
 
 def init_state():
@@ -139,7 +137,7 @@ def test_a_merged_weight_by_hand():
 
 def test_the_sampler_draws_from_the_adapted_policy():
     params = adapted()
-    draw = quick_jit(partial(sample, model=MODEL, max_new_tokens=6, stop_tokens=(0,), samples_per_prompt=2))
+    draw = jax.jit(partial(sample, model=MODEL, max_new_tokens=6, stop_tokens=(0,), samples_per_prompt=2))
     unmerged, merged = (draw(p, TOKENS, MASK, jax.random.key(4)) for p in (params, lora.merge(CONFIG, params)))
     np.testing.assert_array_equal(unmerged.tokens, merged.tokens)
     np.testing.assert_allclose(unmerged.log_probs, merged.log_probs, atol=1e-5)
@@ -152,7 +150,7 @@ def test_bfloat16_compute_is_near_float32():
     params = adapted()
     model = Model(dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
     assert model.hidden(params, TOKENS, MASK).dtype == jnp.bfloat16
-    logits = quick_jit(model.logits)(params, TOKENS, MASK)
+    logits = jax.jit(model.logits)(params, TOKENS, MASK)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits[MASK], LOGITS(params, TOKENS, MASK)[MASK], atol=0.1)
 
@@ -171,7 +169,7 @@ def test_only_what_is_trainable_trains():
         OPTIMIZER.init, lambda g, s, p: (seen.append(set(leaves(g))), OPTIMIZER.update(g, s, p))[1]
     )
     update = make_update(make_loss_fn(ALGORITHM, policy), probe, trainable=trainable, num_microbatches=2)
-    update = quick_jit(update, donate_argnums=0)
+    update = jax.jit(update, donate_argnums=0)
     for _ in range(2):
         state, metrics = update(state, BATCH)
     assert seen == [set(trained)]
@@ -198,7 +196,7 @@ def test_the_gradient_of_adapters_is_that_of_the_whole_model():
     moved = {}
     for name, choice in (("all", None), ("some", trainable)):
         state = train_state.init(actor_critic(scale=1.0), optimizer, jax.random.key(0), trainable=choice)
-        state = quick_jit(make_update(loss_fn, optimizer, trainable=choice))(state, BATCH)[0]
+        state = jax.jit(make_update(loss_fn, optimizer, trainable=choice))(state, BATCH)[0]
         moved[name] = leaves(state.params)
     for path, leaf in moved["some"].items():
         if trainable(path):
@@ -213,8 +211,8 @@ def test_sharded_equals_plain():
         adapters = places.params["actor"]["lora"]["layers"]["attention"]
         assert adapters["query"]["a"].spec == PartitionSpec()
         assert adapters["query"]["b"].spec == PartitionSpec(None, None, "tensor", None)
-        update = quick_jit(UPDATE, out_shardings=(places, sharding.replicated(mesh)), donate_argnums=0)
-        state = quick_jit(init_state, out_shardings=places)()
+        update = jax.jit(UPDATE, out_shardings=(places, sharding.replicated(mesh)), donate_argnums=0)
+        state = jax.jit(init_state, out_shardings=places)()
         state, metrics = update(state, sharding.put_rows(mesh, BATCH))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, plain.params)
     for name, value in plain_metrics.items():
@@ -246,7 +244,7 @@ def test_experts_keep_their_attention_adapters(tmp_path):
     with pytest.raises(ValueError, match=r"mlp/gate would be an adapter on experts, num_experts=4"):
         lora.init(jax.random.key(0), config, rank=2)
     adapters = lora.init(jax.random.key(0), config, rank=2, targets=lora.ATTENTION)
-    params = lora.attach(quick_jit(Model(config).init)(jax.random.key(0)), adapters)
+    params = lora.attach(jax.jit(Model(config).init)(jax.random.key(0)), adapters)
     lora.save(tmp_path / "adapter", config, params)
     jax.tree.map(np.testing.assert_array_equal, lora.load(tmp_path / "adapter", config), adapters)
 
