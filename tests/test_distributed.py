@@ -58,13 +58,14 @@ def parameters(tmp_path_factory):
 
 
 def assert_same_but_for_rounding(array, expected):
-    """A whole array to some 1e-6 of its length; no element by more than 1.5 % of one of Adam's steps (7e-4).
+    """A whole array to 2e-6 of its length, each element to 0.5 % of one of Adam's steps (7e-4).
 
-    Adam divides each gradient by its own size: where it is all but zero, it is rounding that decides how far to go.
+    Adam divides each gradient by its own size: where it is all but zero, it is rounding that decides how far to go
+    (seen: 1.4e-6 with JAX 0.12).
     """
     array, expected = np.asarray(array), np.asarray(expected)
     assert np.linalg.norm(array - expected) <= 2e-6 * np.linalg.norm(expected)
-    np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(array, expected, rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize(("count", "found"), [(2, by_open_mpi), (4, by_slurm)])
