@@ -2,9 +2,12 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
@@ -26,7 +29,8 @@ def main(
     """Parses options, prepares and runs.
 
     An option that cannot be parsed, or a ValueError in `prepare`, is the user's mistake: it is printed as one line and
-    the process exits with 2, before anything is compiled or written. An error in `run` is ours and shows its traceback.
+    the process exits with 2, before anything is compiled or written. So do all processes of the run together, and also
+    where their options differ. An error in `run` is ours and shows its traceback.
 
     Args:
       config: dataclass of options.
@@ -38,10 +42,18 @@ def main(
     try:
         options = _parse(config, description, args)
         _join_others(options)
-        prepared = prepare(options)
+        with distributed.together():
+            prepared = prepare(options)
     except ValueError as error:
         _refuse(str(error))
-    run(prepared)
+    try:
+        run(prepared)
+    except Exception:
+        if distributed.alone():
+            raise
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # an orderly exit waits for the other processes, and they wait for what this one owes them
 
 
 def _parse(config: type[Config], description: str, args: list[str] | None) -> Config:
@@ -64,6 +76,7 @@ def _join_others(options) -> None:
             num_processes=options.num_processes,
             process_id=options.process_id,
         )
+        distributed.check_same({"program": Path(sys.argv[0]).name} | vars(options))
 
 
 def _refuse(message: str) -> None:

@@ -5,7 +5,10 @@ completions of the rows that lie on its own devices, and small results, such as 
 that all of them take the same decisions. One process, number 0, writes the records.
 """
 
+import contextlib
 import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -62,6 +65,9 @@ def initialize(
         raise ValueError(f"--coordinator={coordinator}: must be host:port, the same for all processes")
     if jax.distributed.is_initialized() or (missing and not detect):
         return
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # its handler would swallow SIGTERM; see faults.Preemption
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds)
     except ValueError as error:
@@ -115,24 +121,85 @@ def fetch(tree):
 
 def gather(mesh: Mesh, tree):
     """Puts together on every host what each knows of its own rows, as `pick_local` dealt them out."""
-    if jax.process_count() == 1:
+    if alone():
         return jax.tree.map(np.asarray, tree)
     return fetch(sharding.put_rows(mesh, tree))
 
 
 def meet(where: str) -> None:
     """Waits until all processes have come here."""
-    if jax.process_count() > 1:
+    if not alone():
         multihost_utils.sync_global_devices(where)
 
 
-def agree(message: str | None) -> str | None:
-    """Tells all processes what the first one found wrong, None if nothing."""
-    if jax.process_count() == 1:
-        return message
-    room = np.zeros(4096, np.uint8)
-    if message and is_first():
-        said = message.encode()[: len(room)]
-        room[: len(said)] = np.frombuffer(said, np.uint8)
-    said = bytes(np.asarray(multihost_utils.broadcast_one_to_all(room))).rstrip(b"\0")
-    return said.decode(errors="replace") or None
+def any_of(flag: bool) -> bool:
+    """Says whether it is so in any process."""
+    return flag if alone() else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def texts(text: str) -> list[str]:
+    """Tells every process the text of each, in the order of the processes."""
+    if alone():
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    who = multihost_utils.process_allgather(np.array([jax.process_index(), len(data)], np.int32))
+    room = np.zeros(max(int(who[:, 1].max()), 1), np.uint8)
+    room[: len(data)] = data
+    rooms = multihost_utils.process_allgather(room)
+    return [bytes(rooms[row][: who[row, 1]]).decode() for row in np.argsort(who[:, 0])]
+
+
+def alone() -> bool:
+    """Says whether there are no other processes, without waking the devices where JAX was told of none."""
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
+class Told(ValueError):
+    """What one process found wrong, raised in all of them."""
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Raises a ValueError of this block in all processes, also in those that found nothing wrong.
+
+    All processes wait for each other at the end of the block. Blocks may be nested: where a process fails before an
+    inner one, the others are told at the end of that.
+
+    Raises:
+      Told: in place of the ValueError, where there are other processes.
+    """
+    if alone():
+        yield
+        return
+    wrong = ""
+    try:
+        yield
+    except Told:
+        raise  # all have heard of it
+    except ValueError as error:
+        wrong = str(error) or repr(error)
+    for process, said in enumerate(texts(wrong)):
+        if said:
+            raise Told(said if process == 0 else f"{said} (process {process})")
+
+
+def check_same(options: Mapping[str, object], *, but: Collection[str] = OPTIONS) -> None:
+    """Makes sure that all processes have the same options; else their programs would wait for each other for ever.
+
+    Args:
+      options: values by name, whose `str` says what they are.
+      but: names of those that may differ.
+
+    Raises:
+      Told: in all processes, naming what differs.
+    """
+    mine = {name: str(value) for name, value in options.items() if name not in but}
+    first, *others = map(json.loads, texts(json.dumps(mine)))
+    differences = [
+        f"{name} is {first.get(name)!r} in process 0 and {other.get(name)!r} in process {process}"
+        for process, other in enumerate(others, 1)
+        for name in {**first, **other}
+        if first.get(name) != other.get(name)
+    ]
+    if differences:
+        raise Told(f"the processes have different options ({'; '.join(differences[:8])}): give all of them the same")

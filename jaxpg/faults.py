@@ -5,10 +5,9 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jaxpg import distributed
 from jaxpg.types import Weighted
 
 NONFINITE = "nonfinite"  # the metric, of 0 or 1, by which an update says that it changed nothing
@@ -29,8 +28,9 @@ class NonFiniteError(RuntimeError):
 class Preemption:
     """Notes SIGTERM, which schedulers send some time before they kill, for the loop to look at between two steps.
 
-    Without `jax.distributed` by a handler of its own, on the main thread alone. With it JAX notes the signal, and tells
-    all processes the step after which to stop.
+    By a handler on the main thread, which stays until the outermost of nested blocks ends. One process that notes it
+    has all of them stop after the same step. JAX's own service of preemption is not used: it wants numbers that rise
+    from step to step, and here each phase counts from 1 and Orbax tells it numbers too.
     """
 
     def __init__(self):
@@ -38,19 +38,21 @@ class Preemption:
         self._before = None
 
     def __enter__(self) -> "Preemption":
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        outer = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if isinstance(outer, Preemption):
+            return outer
+        self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
     def __exit__(self, *_) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
-    def noticed(self, step: int) -> bool:
-        """Says whether to save and stop after this step; all processes hear the same."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._noticed
+    def noticed(self) -> bool:
+        """Says whether to save and stop now; all processes ask after the same step, and hear the same."""
+        return distributed.any_of(self._noticed)
 
     def _note(self, *_) -> None:
         self._noticed = True

@@ -121,7 +121,7 @@ def run(
             streak.look(row)
             score = evaluate(state, done)
             finished = bool(on_step(state, done, row)) or done == steps
-            preempted = preemption.noticed(done)
+            preempted = preemption.noticed()
             if finished or preempted or done % journal.checkpoint_every == 0:
                 journal.save(state, done, finished=finished, score=score)
             else:

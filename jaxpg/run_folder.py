@@ -19,15 +19,9 @@ def open_run(run_dir: Path, config: dict, *, resume: bool) -> None:
       ValueError: if the folder holds a run and `resume` is off, a run of another configuration, or something else.
         Nothing has been written then.
     """
-    wrong = None
-    try:
+    with distributed.together():
         if distributed.is_first():
             _open(run_dir, config, resume=resume)
-    except ValueError as error:
-        wrong = str(error)
-    wrong = distributed.agree(wrong)
-    if wrong is not None:
-        raise ValueError(wrong)
 
 
 def _open(run_dir: Path, config: dict, *, resume: bool) -> None:

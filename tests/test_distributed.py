@@ -111,6 +111,59 @@ def test_when_one_dies_the_others_end_in_time_and_say_so(tmp_path):
     assert any(word in said for word in ("heartbeat", "Connection closed by peer", "unhealthy", "died")), said[-3000:]
 
 
+@pytest.mark.parametrize(("asked", "phase"), [((0,), "rl"), ((0, 1), "warmup")])
+def test_sigterm_to_some_stops_all_after_the_same_step(asked, phase, tmp_path):
+    """Also where it comes with the last step of a phase, after which steps are counted from 1 again."""
+    folder = tmp_path / "run"
+    processes = start(folder, 2)
+    path = folder / "metrics.jsonl"
+    last = ("rl", 1) if phase == "rl" else ("warmup", 2)
+    while all(process.poll() is None for process in processes):
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if last in [(row["phase"], row["step"]) for row in rows]:
+            break
+        time.sleep(0.02)
+    for i in asked:
+        processes[i].send_signal(signal.SIGTERM)
+    ended = [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
+    assert [code for _, code in ended] == [143, 143], ended
+    assert "SIGTERM: saved after step" in ended[0][0]
+    assert not (folder / "summary.json").exists()
+    finish(start(folder, 1, arguments=("--resume",)))
+    assert (folder / "summary.json").exists()
+
+
+def start_each(path, arguments, **environment):
+    """Two processes of a file with arguments of their own."""
+    return start_together(path, count=2, found=lambda i, *rest: ([*arguments[i], *by_flags(i, *rest)[0]], environment))
+
+
+def test_processes_with_different_options_are_told_and_none_waits(tmp_path):
+    common = ["--smoke", "--run-dir", str(tmp_path / "run")]
+    arguments = [[*common, "--mesh", "data=8"], [*common, "--mesh", "fsdp=8", "--seed", "3"]]
+    for process in start_each(EXPERIMENTS / "grpo.py", arguments):
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, said
+        assert "mesh is 'data=8' in process 0 and 'fsdp=8' in process 1; seed is '0' in process 0" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["prepare", "scorer"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_what_one_process_alone_finds_wrong_ends_all_in_time(where, process, tmp_path):
+    common = ["--smoke", "--mesh", "data=8", "--run-dir", str(tmp_path / "run")]
+    processes = start_each(
+        ROOT / "tests" / "run_one_wrong.py", [common, common], WRONG_IN=str(process), WRONG_WHERE=where
+    )
+    ended = [(one.communicate(timeout=120)[0], one.returncode) for one in processes]
+    if where == "prepare":
+        assert [code for _, code in ended] == [2, 2], ended
+        assert all("error: --x is not here" in said for said, _ in ended)
+    else:
+        assert all(code for _, code in ended), ended
+        assert "scorer 'task' failed" in ended[process][0] and "no compiler" in ended[process][0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -288,8 +288,11 @@ def add_up(state, tokens):
     return [*state, list(tokens)], [4] * (1 + len(tokens) % 3), float(len(tokens)), len(state) >= 2
 
 
-def test_a_conversation_is_what_one_sequence_would_be(params, key):
-    talk = run(params, key, how=converse, environment=add_up, states=[[] for _ in range(16)], max_turns=3, block=8)
+@pytest.mark.parametrize("unroll", [True, False])
+def test_a_conversation_is_what_one_sequence_would_be(unroll, params, key):
+    """What the environment says is fed several tokens at once, through layers unrolled or scanned."""
+    options = {"environment": add_up, "states": [[] for _ in range(16)], "max_turns": 3, "block": 8, "unroll": unroll}
+    talk = run(params, key, how=converse, **options)
     rollout, actions = talk.rollout, np.asarray(talk.rollout.action_mask)
     assert talk.turns.max() == 3 and talk.turns.min() >= 1
     filtered, tempered = score(params, rollout.tokens, rollout.token_mask, model=MODEL, filters=ALL_FILTERS)

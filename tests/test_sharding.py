@@ -36,6 +36,7 @@ def test_mesh_from_text(spec, shape):
         ("data=0", "data='0' must be"),
         ("data", "data='' must be"),
         ("", "asks for 1 devices, this process sees 8"),
+        ("data=4,data=2", "data stands there twice"),
     ],
 )
 def test_impossible_meshes_are_named(spec, message):

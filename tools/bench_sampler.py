@@ -52,7 +52,7 @@ class Config:
     temperature: float = 1.0
     repeats: int = 3
     dtype: str = "float32"
-    unroll: bool = True
+    unroll: bool | None = None  # as the platform's default
     prepared: bool = True  # lay the parameters out once, not in each call
     transformers: bool = False  # transformers.generate on the same weights, in turns with ours
     skewed: bool = False  # also: rows of geometric lengths with one straggler, against the same tokens without
@@ -92,7 +92,7 @@ def main(config: Config) -> None:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     console.print(f"{weights / 1e6:,.0f} MB of weights, {rate / 1e9:.1f} GB/s, {jax.devices()[0].platform}")
     peer = _peer(config) if config.transformers else None
-    if config.prepared and config.unroll:
+    if config.prepared and config.unroll is not False:
         params = sampling.prepare(params)
     rows = [
         measure(config, model, params, rate, weights, peer, batch, length, group)

@@ -126,6 +126,8 @@ def prepare(c: Config) -> Prepared:
             f"--sampler-mesh={c.sampler_mesh} has the devices in another order than --mesh={c.mesh}: leave reshard out "
             "of --programs, it cannot be compiled as one program"
         )
+    if not c.programs:
+        raise ValueError("--programs is empty: name at least one of update, reshard, sampler")
     meshes = {"update": mesh, "reshard": mesh, "sampler": sampled}
     _check_sizes(c, {name: meshes[name] for name in c.programs if name != "reshard"})
     model = build(c)
@@ -210,10 +212,16 @@ def train_state_of(p: Prepared):
 def held_meanwhile(p: Prepared, name: str) -> float:
     """Bytes of the train state on a device that are not among a program's arguments, and stay there while it runs."""
     state = train_state_of(p)
-    trees = {"update": (), "reshard": (state.opt_state,), "sampler": (state.params, state.opt_state)}[name]
+    given = (state.opt_state,) if one_mesh(p) else (state.params, state.opt_state)
+    trees = {"update": (), "reshard": (state.opt_state,), "sampler": given}[name]
     places = sharding.shardings(p.meshes["update"], trees)
     sizes = jax.tree.map(lambda x, place: math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize, trees, places)
     return float(sum(jax.tree.leaves(sizes)))
+
+
+def one_mesh(p: Prepared) -> bool:
+    """Is the sampler's mesh the update's? Then a run gives it the parameters themselves (`resharding.on_mesh`)."""
+    return p.meshes["update"] == p.meshes["sampler"]
 
 
 def lower_sampler(p: Prepared):
@@ -226,7 +234,8 @@ def lower_sampler(p: Prepared):
         samples_per_prompt=c.group_size,
         stop_tokens=(0,),
     )
-    params = jax.eval_shape(lambda: make_cast(p.model, mesh)(p.model.init(jax.random.key(0))))
+    cast = (lambda params: params) if one_mesh(p) else make_cast(p.model, mesh)
+    params = jax.eval_shape(lambda: cast(p.model.init(jax.random.key(0))))
     rows = partial(jax.ShapeDtypeStruct, (c.sequences // c.group_size, c.prompt_length), sharding=sharding.rows(mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.replicated(mesh))
@@ -374,7 +383,8 @@ def _summary(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run(p: Prepared) -> None:
-    results = {name: measure(p, name) for name in p.config.programs}
+    names = [name for name in p.config.programs if not (name == "reshard" and one_mesh(p))]
+    results = {name: measure(p, name) for name in names}
     show(p, results)
     if p.config.json:
         options = {k: v if isinstance(v, int | tuple) else v and str(v) for k, v in vars(p.config).items()}

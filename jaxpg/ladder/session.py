@@ -70,7 +70,7 @@ def session(run: Run) -> Iterator[Session]:
     path = c.run_dir / "metrics.jsonl" if distributed.is_first() else None
     writer = metrics.JsonlWriter(path, offset=newest["metrics_bytes"])
     try:
-        with jax.set_mesh(run.mesh), report.progress(console) as progress:
+        with faults.Preemption(), jax.set_mesh(run.mesh), report.progress(console) as progress:
             yield Session(
                 run, console, progress, writer, saves, StopAfter(c.stop_after), make_greedy(run), time.perf_counter()
             )

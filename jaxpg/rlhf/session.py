@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxpg import distributed, ladder, loop, metrics, report, run_folder
+from jaxpg import distributed, faults, ladder, loop, metrics, report, run_folder
 from jaxpg.checkpoint import Checkpointer
 from jaxpg.models import hf
 from jaxpg.rlhf.config import Run
@@ -53,7 +53,7 @@ def session(run: Run) -> Iterator[Session]:
     writer = metrics.JsonlWriter(path, offset=newest["metrics_bytes"])
     journal = loop.Journal(run.name, writer, saves, run.config.checkpoint_every)
     try:
-        with jax.set_mesh(run.mesh), report.progress(console) as progress:
+        with faults.Preemption(), jax.set_mesh(run.mesh), report.progress(console) as progress:
             yield Session(run, console, progress, journal, time.perf_counter())
     finally:
         writer.close()

@@ -43,6 +43,11 @@ class Request:
         return Settings(self.model, float(self.temperature), tuple(self.filters), self.unroll, self.greedy, has_minimum)
 
 
+def unrolls_by_default() -> bool:
+    """Are layers of decode steps unrolled? On TPUs they are scanned over, see `sampler.sample`."""
+    return target_platform() != "tpu"
+
+
 def request(prompts: Array, prompt_mask: Array, **options) -> Request:
     """Builds a Request.
 
@@ -51,7 +56,7 @@ def request(prompts: Array, prompt_mask: Array, **options) -> Request:
     """
     r = Request(**options)
     if r.unroll is None:
-        r = dataclasses.replace(r, unroll=target_platform() != "tpu")
+        r = dataclasses.replace(r, unroll=unrolls_by_default())
     at_least("max_new_tokens", r.max_new_tokens, 1)
     at_least("samples_per_prompt", r.samples_per_prompt, 1)
     if r.temperature < 0:

@@ -71,19 +71,27 @@ class Prepared:
     """A model's parameters in two layouts, accepted by `generate` and `converse` in place of parameters."""
 
     params: dict  # layers stacked, for prompts
-    apart: dict  # a layer beside the other, for decode steps
+    apart: dict | None  # a layer beside the other, for decode steps, where these are unrolled by default
 
 
 def prepare(params) -> Prepared:
-    """Lays out parameters for several calls with the same ones; otherwise each call copies the layers."""
-    return Prepared(params, unstack(params, transpose=on_cpu()))
+    """Lays out parameters for several calls with the same ones; otherwise each call copies the layers.
+
+    Where decode steps scan over the stacked layers by default, on TPUs, nothing is copied.
+    """
+    return Prepared(params, _apart(params) if checks.unrolls_by_default() else None)
+
+
+def _apart(params) -> dict:
+    return unstack(params, transpose=on_cpu())
 
 
 def layouts(params, request: checks.Request):
     """The parameters as prompts and as decode steps want them."""
-    if isinstance(params, Prepared):
-        return params.params, params.apart if request.unroll else params.params
-    return params, prepare(params).apart if request.unroll else params
+    params, apart = (params.params, params.apart) if isinstance(params, Prepared) else (params, None)
+    if not request.unroll:
+        return params, params
+    return params, _apart(params) if apart is None else apart
 
 
 def run_out(

@@ -1,0 +1,28 @@
+"""Started in two processes by test_distributed.py: GRPO, in which one process alone meets an error."""
+
+import os
+
+import jax
+from launching import EXPERIMENTS, load
+
+from jaxpg import cli
+from jaxpg.tasks import arithmetic
+
+grpo = load(EXPERIMENTS / "grpo.py")
+wrong, where = int(os.environ["WRONG_IN"]), os.environ["WRONG_WHERE"]
+
+
+def score(problem, text):
+    if where == "scorer" and jax.process_index() == wrong:
+        raise OSError("no compiler")
+    return float(len(text) >= 2)
+
+
+def prepare(config):
+    if where == "prepare" and config.process_id == wrong:
+        raise ValueError("--x is not here")
+    return grpo.prepare(config)
+
+
+arithmetic.score = score
+cli.main(grpo.Config, prepare, grpo.train, description=__doc__)
