@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxpg import hlo
@@ -61,7 +62,10 @@ def test_update_and_sampler_and_what_fsdp_saves(tmp_path):
     assert not any("fsdp" in axes for axes in cut["sampler"]["collective_bytes_by_axis"])
     assert cut["reshard"]["memory_bytes"]["outputs"] == pytest.approx(given / 3, rel=0.1), "one of three, twice, halved"
 
-    whole = compiled(tmp_path, "--mesh", "data=2,tensor=2", "--programs", "update")
+    whole = compiled(tmp_path, "--mesh", "data=2,tensor=2")
+    assert set(whole) == {"update", "sampler"}, "on one mesh the sampler takes the parameters as they are"
+    shares = [whole["sampler"]["memory_bytes"][kind] for kind in ("arguments", "held")]
+    assert np.array(shares) / whole["update"]["memory_bytes"]["arguments"] == pytest.approx([1 / 3, 2 / 3], rel=0.1)
     given = [found["update"]["memory_bytes"]["arguments"] for found in (cut, whole)]
     assert given[0] == pytest.approx(given[1] / 2, rel=0.15)
     totals = [found["update"]["memory_bytes"]["total"] for found in (cut, whole)]
@@ -85,6 +89,7 @@ def copies_of_a_cache(text: str) -> list[str]:
         (("--mesh", "fsdp=8"), "asks for 8 devices, this process sees 4"),
         (("--mesh", "data=-1", "--sequences", "6", "--group-size", "1"), "cannot be spread over data*fsdp=4"),
         (("--mesh", "tensor=4"), "not divisible by mesh axis tensor=4"),
+        (("--programs",), "--programs is empty: name at least one"),
         (("--model", "gpt-2"), "there is no such preset"),
         (("--topology", "v4:2x2"), "must be <chip>:<sizes>"),
     ],

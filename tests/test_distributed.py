@@ -206,5 +206,9 @@ def test_the_pod_launcher_prints_what_it_would_do():
     assert line[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "my pod"]
     assert line[6:-2] == ["--zone", "z", "--project", "p", "--worker=all"]
     assert line[-1].endswith("&& python experiments/grpo.py --seed 1 --distributed")
+    result = launch(ROOT / "tools" / "launch_pod.py", *options, "--directory", "~/a b", "--", "python", "x.py")
+    assert shlex.split(result.stdout)[-1].startswith("cd ~/'a b' && ")
+    result = launch(ROOT / "tools" / "launch_pod.py", "--name", "", "--zone", "z", "--", "python", "x.py")
+    assert result.returncode == 2 and result.stderr.startswith("error: --name is empty: say which")
     result = launch(ROOT / "tools" / "launch_pod.py", *options, "--", "ls")
     assert result.returncode == 2 and result.stderr.startswith("error: command='ls': give a Python file after --")

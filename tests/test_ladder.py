@@ -63,6 +63,14 @@ def test_the_comparison_skips_what_is_done_and_draws(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.usefixtures("quick_compilation")
+def test_gae_stops_in_the_first_warm_up_which_the_others_start_from(tmp_path, capsys):
+    module = load(EXPERIMENTS / "gae.py")
+    module.train(module.prepare(module.Config(smoke=True, run_dir=tmp_path, stop_after=1)))
+    assert "Stopped after 1 steps" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.usefixtures("quick_compilation")
 def test_granularities_train_on_a_mesh_of_eight_and_are_compared(tmp_path, monkeypatch, capsys):
     # An untrained model gets no step right: reward what it can do, so that there is a signal.
     monkeypatch.setattr(steps, "_rewards", lambda problem, texts: [float(len(text) > 1) for text in texts])

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpg import logprobs
 from jaxpg.models import Config, Model
-from jaxpg.sampling import checks, sample
+from jaxpg.sampling import checks, prepare, sample
 from jaxpg.types import StopReason
 
 MODEL = Model(
@@ -176,6 +176,7 @@ def test_a_float_mask_is_refused(params, key):
 @pytest.mark.parametrize(("platform", "unrolled"), [("cpu", True), ("gpu", True), ("tpu", False)])
 def test_layers_are_unrolled_but_on_tpus(platform, unrolled, monkeypatch):
     monkeypatch.setattr(checks, "target_platform", lambda: platform)
+    assert (prepare(MODEL.init(jax.random.key(0))).apart is not None) == unrolled, "else a copy for nothing"
     prompts = np.ones((1, 2), np.int32)
     for asked, expected in ((None, unrolled), (True, True), (False, False)):
         options = {"model": MODEL, "max_new_tokens": 2, "stop_tokens": (), "unroll": asked}

@@ -39,8 +39,12 @@ def prepare(config: Config) -> list[str]:
     """Builds the command line of gcloud.
 
     Raises:
-      ValueError: if the experiment is missing, is not a Python file, or gcloud is not there to run it.
+      ValueError: if an option is empty, the experiment is missing or no Python file, or gcloud is not there to run
+        it.
     """
+    for name in ("name", "zone", "directory"):
+        if not getattr(config, name).strip():
+            raise ValueError(f"--{name} is empty: say which, e.g. --name my-pod --zone europe-west4-b")
     if not config.command or not any(part.endswith(".py") for part in config.command):
         raise ValueError(
             f"command={shlex.join(config.command)!r}: give a Python file after --, e.g. -- python experiments/grpo.py"
@@ -50,7 +54,8 @@ def prepare(config: Config) -> list[str]:
             "--run needs gcloud on the PATH: install the Google Cloud CLI, or leave --run out to see the command"
         )
     command = config.command if "--distributed" in config.command else (*config.command, "--distributed")
-    remote = f"cd {shlex.quote(config.directory)} && . .venv/bin/activate && {shlex.join(command)}"
+    home, folder = ("~/", config.directory[2:]) if config.directory.startswith("~/") else ("", config.directory)
+    remote = f"cd {home}{shlex.quote(folder)} && . .venv/bin/activate && {shlex.join(command)}"
     project = ["--project", config.project] if config.project else []
     place = ["--zone", config.zone, *project, "--worker=all"]
     line = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", config.name, *place, "--command", remote]
