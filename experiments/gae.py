@@ -52,8 +52,8 @@ def train(runs: dict[float, ladder.Run]) -> None:
     with ladder.shared_programs():
         for lambda_, run in runs.items():
             train_one(run, lambda_)
-            if run.config.stop_after and not ladder.is_finished(run.config.run_dir):
-                return  # the others start from its warm-up
+            if not ladder.is_finished(run.config.run_dir):
+                return  # --stop-after ended it, and the others start from its warm-up: --resume goes on
     base = next(iter(runs.values())).config.run_dir.parent
     rows = [(f"{x:g}", *ladder.gains([run.config.run_dir], "accuracy")) for x, run in runs.items()]
     Console().print(report.table("GAE", ("λ", "before", "after", "gain"), rows))

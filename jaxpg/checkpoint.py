@@ -17,9 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpg import distributed, faults, fingerprint
@@ -263,10 +261,7 @@ class Checkpointer:
             if faults.is_out_of_memory(error):
                 raise
             failure = error
-        failed = failure is not None
-        if jax.process_count() > 1:
-            failed = bool(np.any(multihost_utils.process_allgather(np.asarray(failed))))
-        if failed:
+        if distributed.any_of(failure is not None):
             reason = f"{type(failure).__name__}: {str(failure)[:300]}" if failure else "another process could not"
             raise DamagedError(f"{self._where(iteration)} cannot be read: {reason}") from failure
         return found

@@ -8,7 +8,7 @@ that all of them take the same decisions. One process, number 0, writes the reco
 import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -65,9 +65,8 @@ def initialize(
         raise ValueError(f"--coordinator={coordinator}: must be host:port, the same for all processes")
     if jax.distributed.is_initialized() or (missing and not detect):
         return
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # its handler would swallow SIGTERM; see faults.Preemption
+    # Its handler would swallow SIGTERM, see `faults.Preemption`.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds)
     except ValueError as error:
@@ -183,17 +182,16 @@ def together() -> Iterator[None]:
             raise Told(said if process == 0 else f"{said} (process {process})")
 
 
-def check_same(options: Mapping[str, object], *, but: Collection[str] = OPTIONS) -> None:
+def check_same(options: Mapping[str, object]) -> None:
     """Makes sure that all processes have the same options; else their programs would wait for each other for ever.
 
     Args:
-      options: values by name, whose `str` says what they are.
-      but: names of those that may differ.
+      options: values by name, whose `str` says what they are. Those of `Options` may differ.
 
     Raises:
       Told: in all processes, naming what differs.
     """
-    mine = {name: str(value) for name, value in options.items() if name not in but}
+    mine = {name: str(value) for name, value in options.items() if name not in OPTIONS}
     first, *others = map(json.loads, texts(json.dumps(mine)))
     differences = [
         f"{name} is {first.get(name)!r} in process 0 and {other.get(name)!r} in process {process}"

@@ -51,17 +51,17 @@ def make_mesh(spec: str = "data=-1", *, devices: Sequence[jax.Device] | None = N
         product that is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes, named = dict.fromkeys(AXES, 1), []
+    named = {}
     for part in filter(None, spec.replace(" ", "").split(",")):
         axis, _, size = part.partition("=")
         if axis not in AXES:
             raise ValueError(f"mesh={spec!r}: there is no axis {axis!r}, choose among {', '.join(AXES)}")
         if axis in named:
             raise ValueError(f"mesh={spec!r}: {axis} stands there twice, name it once")
-        named.append(axis)
         if not re.fullmatch(r"-1|[1-9]\d*", size):
             raise ValueError(f"mesh={spec!r}: {axis}={size!r} must be a positive integer, or -1 for what is left")
-        sizes[axis] = int(size)
+        named[axis] = int(size)
+    sizes = dict.fromkeys(AXES, 1) | named
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     if len(free) > 1:

@@ -1,5 +1,6 @@
 """Files that users run, in the tests: imported as modules, or launched as they are launched from a shell."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -79,10 +81,17 @@ def start_together(path: Path, *arguments: str, count: int, found=by_flags) -> l
 
 def finish(processes: list[subprocess.Popen]) -> None:
     """Waits for processes, all of which should end well; none is left behind."""
+    with contextlib.closing(outcomes(processes, timeout=300)) as ended:
+        for code, said in ended:
+            assert code == 0, said[-3000:]
+
+
+def outcomes(processes: list[subprocess.Popen], *, timeout: float = 120) -> Iterator[tuple[int, str]]:
+    """How each ended and what it said, one after the other; each has so many seconds, and none is left behind."""
     try:
         for process in processes:
-            said, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, said[-3000:]
+            said, _ = process.communicate(timeout=timeout)
+            yield process.returncode, said
     finally:
         for process in processes:
             process.kill()

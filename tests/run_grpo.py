@@ -1,16 +1,31 @@
-"""Started in several processes by test_distributed.py: GRPO with a reward that an untrained model can earn."""
+"""Started in several processes by test_distributed.py: GRPO with a reward that an untrained model can earn.
 
-import importlib.util
-import sys
-from pathlib import Path
+On request one process alone meets an error: WRONG_IN says which, WRONG_WHERE where.
+"""
+
+import os
+
+import jax
+from launching import EXPERIMENTS, load
 
 from jaxpg import cli
 from jaxpg.tasks import arithmetic
 
-arithmetic.score = lambda problem, text: float(len(text) >= 2)
-path = Path(__file__).parents[1] / "experiments" / "grpo.py"
-spec = importlib.util.spec_from_file_location("grpo", path)
-module = importlib.util.module_from_spec(spec)
-sys.modules["grpo"] = module
-spec.loader.exec_module(module)
-cli.main(module.Config, module.prepare, module.train, description=__doc__)
+grpo = load(EXPERIMENTS / "grpo.py")
+wrong, where = int(os.environ.get("WRONG_IN", -1)), os.environ.get("WRONG_WHERE")
+
+
+def score(problem, text):
+    if where == "scorer" and jax.process_index() == wrong:
+        raise OSError("no compiler")
+    return float(len(text) >= 2)
+
+
+def prepare(config):
+    if where == "prepare" and config.process_id == wrong:
+        raise ValueError("--x is not here")
+    return grpo.prepare(config)
+
+
+arithmetic.score = score
+cli.main(grpo.Config, prepare, grpo.train, description=__doc__)

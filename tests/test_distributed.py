@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from launching import EXPERIMENTS, ROOT, by_flags, finish, launch, load, start_together
+from launching import EXPERIMENTS, ROOT, by_flags, finish, launch, load, outcomes, start_together
 
 from jaxpg import distributed, sharding
 from jaxpg.checkpoint import Checkpointer
@@ -119,31 +119,29 @@ def test_sigterm_to_some_stops_all_after_the_same_step(asked, phase, tmp_path):
     path = folder / "metrics.jsonl"
     last = ("rl", 1) if phase == "rl" else ("warmup", 2)
     while all(process.poll() is None for process in processes):
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if last in [(row["phase"], row["step"]) for row in rows]:
+        if last in [(row["phase"], row["step"]) for row in (read_jsonl(path) if path.exists() else [])]:
             break
         time.sleep(0.02)
     for i in asked:
         processes[i].send_signal(signal.SIGTERM)
-    ended = [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
-    assert [code for _, code in ended] == [143, 143], ended
-    assert "SIGTERM: saved after step" in ended[0][0]
+    ended = list(outcomes(processes))
+    assert [code for code, _ in ended] == [143, 143], ended
+    assert "SIGTERM: saved after step" in ended[0][1]
     assert not (folder / "summary.json").exists()
     finish(start(folder, 1, arguments=("--resume",)))
     assert (folder / "summary.json").exists()
 
 
-def start_each(path, arguments, **environment):
-    """Two processes of a file with arguments of their own."""
-    return start_together(path, count=2, found=lambda i, *rest: ([*arguments[i], *by_flags(i, *rest)[0]], environment))
-
-
 def test_processes_with_different_options_are_told_and_none_waits(tmp_path):
-    common = ["--smoke", "--run-dir", str(tmp_path / "run")]
-    arguments = [[*common, "--mesh", "data=8"], [*common, "--mesh", "fsdp=8", "--seed", "3"]]
-    for process in start_each(EXPERIMENTS / "grpo.py", arguments):
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 2, said
+    own = [["--mesh", "data=8"], ["--mesh", "fsdp=8", "--seed", "3"]]
+
+    def found(i, *others):
+        flags, told = by_flags(i, *others)
+        return [*flags, *own[i]], told
+
+    common = ("--smoke", "--run-dir", str(tmp_path / "run"))
+    for code, said in list(outcomes(start_together(EXPERIMENTS / "grpo.py", *common, count=2, found=found))):
+        assert code == 2, said
         assert "mesh is 'data=8' in process 0 and 'fsdp=8' in process 1; seed is '0' in process 0" in said
     assert not (tmp_path / "run").exists()
 
@@ -151,17 +149,16 @@ def test_processes_with_different_options_are_told_and_none_waits(tmp_path):
 @pytest.mark.parametrize("where", ["prepare", "scorer"])
 @pytest.mark.parametrize("process", [0, 1])
 def test_what_one_process_alone_finds_wrong_ends_all_in_time(where, process, tmp_path):
-    common = ["--smoke", "--mesh", "data=8", "--run-dir", str(tmp_path / "run")]
-    processes = start_each(
-        ROOT / "tests" / "run_one_wrong.py", [common, common], WRONG_IN=str(process), WRONG_WHERE=where
-    )
-    ended = [(one.communicate(timeout=120)[0], one.returncode) for one in processes]
+    def found(*of_process):
+        return by_flags(*of_process)[0], {"WRONG_IN": str(process), "WRONG_WHERE": where}
+
+    ended = list(outcomes(start(tmp_path / "run", 2, found=found)))
     if where == "prepare":
-        assert [code for _, code in ended] == [2, 2], ended
-        assert all("error: --x is not here" in said for said, _ in ended)
+        assert [code for code, _ in ended] == [2, 2], ended
+        assert all("error: --x is not here" in said for _, said in ended)
     else:
-        assert all(code for _, code in ended), ended
-        assert "scorer 'task' failed" in ended[process][0] and "no compiler" in ended[process][0]
+        assert all(code for code, _ in ended), ended
+        assert "scorer 'task' failed" in ended[process][1] and "no compiler" in ended[process][1]
 
 
 @pytest.mark.parametrize(

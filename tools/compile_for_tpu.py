@@ -383,8 +383,7 @@ def _summary(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run(p: Prepared) -> None:
-    names = [name for name in p.config.programs if not (name == "reshard" and one_mesh(p))]
-    results = {name: measure(p, name) for name in names}
+    results = {name: measure(p, name) for name in p.config.programs if not (name == "reshard" and one_mesh(p))}
     show(p, results)
     if p.config.json:
         options = {k: v if isinstance(v, int | tuple) else v and str(v) for k, v in vars(p.config).items()}
