@@ -104,6 +104,7 @@ def prepare(config: Config) -> tuple[Config, exact.TokenMDP]:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(config, name)}: must not be negative")
     mdp = exact.TokenMDP(rewards=solved, horizon=config.horizon, num_prompts=2, stop_token=0)
     exact.check_groups(mdp, config.group_size)
+    run_folder.make_folder("--run-dir", config.run_dir)
     return config, mdp
 
 
@@ -111,7 +112,6 @@ def run(prepared: tuple[Config, exact.TokenMDP]) -> None:
     """Computes, prints and draws."""
     config, mdp = prepared
     console, rng = Console(), np.random.default_rng(config.seed)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
     table = rng.normal(size=mdp.table_shape)
     table[0] += np.array([0.0, 1.5, 0.0])  # makes the first prompt easy
     table[1] += np.array([0.5, 0.5, -0.5])  # and the second one hard

@@ -30,7 +30,7 @@ def main(
 
     An option that cannot be parsed, or a ValueError in `prepare`, is the user's mistake: it is printed as one line and
     the process exits with 2, before anything is compiled or written. So do all processes of the run together, and also
-    where their options differ. An error in `run` is ours and shows its traceback.
+    where their options differ. Any other error is ours and shows its traceback.
 
     Args:
       config: dataclass of options.
@@ -40,13 +40,13 @@ def main(
       args: default the command line.
     """
     try:
-        options = _parse(config, description, args)
-        _join_others(options)
-        with distributed.together():
-            prepared = prepare(options)
-    except ValueError as error:
-        _refuse(str(error))
-    try:
+        try:
+            options = _parse(config, description, args)
+            _join_others(options)
+            with distributed.together():
+                prepared = prepare(options)
+        except ValueError as error:
+            _refuse(str(error))
         run(prepared)
     except Exception:
         if distributed.alone():

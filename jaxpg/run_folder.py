@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 
 from jaxpg import distributed
@@ -16,8 +17,8 @@ def open_run(run_dir: Path, config: dict, *, resume: bool) -> None:
       resume: go on with the run that the folder holds; where it holds none, start one.
 
     Raises:
-      ValueError: if the folder holds a run and `resume` is off, a run of another configuration, or something else.
-        Nothing has been written then.
+      ValueError: if the folder holds a run and `resume` is off, a run of another configuration, or something else, or
+        cannot be written. Nothing has been written then.
     """
     with distributed.together():
         if distributed.is_first():
@@ -41,8 +42,21 @@ def _open(run_dir: Path, config: dict, *, resume: bool) -> None:
         return
     if run_dir.exists() and not (run_dir.is_dir() and all(_is_partial(found) for found in run_dir.iterdir())):
         raise ValueError(f"--run-dir={run_dir} exists and is not the folder of a run: choose another --run-dir")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder("--run-dir", run_dir)
     write_json(path, config)
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Makes the folder that an option names, if there is none, and tries whether files can be written there.
+
+    Raises:
+      ValueError: if they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{option}: {folder} cannot be written ({error.strerror}), choose another folder") from error
 
 
 def write_json(path: Path, value) -> None:

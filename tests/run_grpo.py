@@ -24,6 +24,8 @@ def score(problem, text):
 def prepare(config):
     if where == "prepare" and config.process_id == wrong:
         raise ValueError("--x is not here")
+    if where == "bug" and config.process_id == wrong:
+        raise KeyError("a fault of ours")
     return grpo.prepare(config)
 
 

@@ -146,8 +146,7 @@ def test_processes_with_different_options_are_told_and_none_waits(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("where", ["prepare", "scorer"])
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(("where", "process"), [(w, p) for w in ("prepare", "scorer") for p in (0, 1)] + [("bug", 1)])
 def test_what_one_process_alone_finds_wrong_ends_all_in_time(where, process, tmp_path):
     def found(*of_process):
         return by_flags(*of_process)[0], {"WRONG_IN": str(process), "WRONG_WHERE": where}
@@ -156,6 +155,9 @@ def test_what_one_process_alone_finds_wrong_ends_all_in_time(where, process, tmp
     if where == "prepare":
         assert [code for code, _ in ended] == [2, 2], ended
         assert all("error: --x is not here" in said for _, said in ended)
+    elif where == "bug":
+        assert all(code for code, _ in ended), ended
+        assert "KeyError: 'a fault of ours'" in ended[process][1]
     else:
         assert all(code for code, _ in ended), ended
         assert "scorer 'task' failed" in ended[process][1] and "no compiler" in ended[process][1]

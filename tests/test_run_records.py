@@ -46,6 +46,8 @@ def test_a_folder_never_holds_two_runs(tmp_path):
     with pytest.raises(ValueError, match="is not the folder of a run"):
         run_folder.open_run(other, {}, resume=True)
     assert (run / "metrics.jsonl").read_text() == "kept" and len(list(other.iterdir())) == 1
+    with pytest.raises(ValueError, match=r"--run-dir: .* cannot be written \(Not a directory\), choose another folder"):
+        run_folder.open_run(other / "cat.png" / "run", {}, resume=True)
     killed = tmp_path / "killed"
     killed.mkdir()
     (killed / "config.partial").write_text('{"se')

@@ -97,7 +97,7 @@ class Config:
     chunk: int | None = None  # positions a row whose logits are held at a time, as in logprobs.from_hidden
     layers: int | None = None  # in place of the model's own, to compile a shorter one
     dtype: str = "bfloat16"  # of activations and matrix products; parameters and moments are float32
-    attention: str = "splash"
+    attention: Literal["xla", "splash"] = "splash"
     remat: bool = True
     remat_policy: str = "nothing_saveable"
     json: Path | None = None  # where the numbers are written to
@@ -126,6 +126,8 @@ def prepare(c: Config) -> Prepared:
             f"--sampler-mesh={c.sampler_mesh} has the devices in another order than --mesh={c.mesh}: leave reshard out "
             "of --programs, it cannot be compiled as one program"
         )
+    if set(c.programs) == {"reshard"} and mesh == sampled:
+        raise ValueError(f"--programs=reshard: on --mesh={c.mesh} update and sampler have one mesh, nothing is moved")
     if not c.programs:
         raise ValueError("--programs is empty: name at least one of update, reshard, sampler")
     meshes = {"update": mesh, "reshard": mesh, "sampler": sampled}
@@ -133,6 +135,10 @@ def prepare(c: Config) -> Prepared:
     model = build(c)
     for place in (mesh, sampled):
         sharding.shardings(place, jax.eval_shape(lambda: model.init(jax.random.key(0))))
+    if c.json is not None:
+        run_folder.make_folder("--json", c.json.parent)
+    if c.hlo is not None:
+        run_folder.make_folder("--hlo", c.hlo)
     return Prepared(c, model, CHIPS[c.topology.split(":")[0]], meshes)
 
 
@@ -270,7 +276,6 @@ def measure(p: Prepared, name: str) -> dict[str, Any]:
         return found | {"fits": False, "error": str(error).splitlines()[0]}
     text = compiled.as_text()
     if p.config.hlo:
-        p.config.hlo.mkdir(parents=True, exist_ok=True)
         (p.config.hlo / f"{name}.txt").write_text(text)
     assumed = p.config.length - p.config.prompt_length - 1 if name == "sampler" else 1  # the longest completion's steps
     found["memory_bytes"] = memory(compiled.memory_analysis(), held=held_meanwhile(p, name))
@@ -387,7 +392,6 @@ def run(p: Prepared) -> None:
     show(p, results)
     if p.config.json:
         options = {k: v if isinstance(v, int | tuple) else v and str(v) for k, v in vars(p.config).items()}
-        p.config.json.parent.mkdir(parents=True, exist_ok=True)
         run_folder.write_json(p.config.json, {"config": options, "programs": results})
 
 

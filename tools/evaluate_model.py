@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxpg import checks, cli, evaluate, report
+from jaxpg import checks, cli, evaluate, report, run_folder
 from jaxpg.data import decode_completions, encode_prompts
 from jaxpg.models import Model, hf
 from jaxpg.sampling import generate
@@ -50,6 +50,8 @@ def prepare(config: Config):
         raise ValueError(f"--k={' '.join(map(str, c.k))}: must lie between 1 and --samples={c.samples}")
     if not c.temperature > 0:
         raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples are the same")
+    if c.json is not None:
+        run_folder.make_folder("--json", c.json.parent)
     questions = catalog.by_name(c.task, level=c.level, source=c.data)
     problems = questions.held_out(c.count)
     return c, questions, problems, hf.load(c.model)
