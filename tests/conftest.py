@@ -1,6 +1,8 @@
 """Eight virtual CPU devices and one canonical platform, set before JAX is imported."""
 
+import gc
 import os
+from pathlib import Path
 
 from launching import QUICK_COMPILATION, compiled_programs
 
@@ -21,6 +23,20 @@ import pytest
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_mappings():
+    """Drops the compiled programs of a process that has many.
+
+    Each takes three or more of the 65,530 memory mappings that Linux allows a process; where none is left, XLA's compiler
+    ends it with a segmentation fault.
+    """
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and len(mappings.read_text().splitlines()) > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
