@@ -30,7 +30,8 @@ def main(
 
     An option that cannot be parsed, or a ValueError in `prepare`, is the user's mistake: it is printed as one line and
     the process exits with 2, before anything is compiled or written. So do all processes of the run together, and also
-    where their options differ. Any other error is ours and shows its traceback.
+    where their options differ. Any other error is ours and shows its traceback; on it, and on Ctrl-C, a process ends at
+    once, and the others with an error that says so.
 
     Args:
       config: dataclass of options.
@@ -48,12 +49,13 @@ def main(
         except ValueError as error:
             _refuse(str(error))
         run(prepared)
-    except Exception:
+    except (Exception, KeyboardInterrupt) as error:
         if distributed.alone():
             raise
         traceback.print_exc()
         sys.stdout.flush()
-        os._exit(1)  # an orderly exit waits for the other processes, and they wait for what this one owes them
+        # An orderly exit waits for the other processes, and they wait for what this one owes them.
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _parse(config: type[Config], description: str, args: list[str] | None) -> Config:

@@ -29,8 +29,8 @@ def key():
 def bounded_mappings():
     """Drops the compiled programs of a process that has many.
 
-    Each takes three or more of the 65,530 memory mappings that Linux allows a process; where none is left, XLA's compiler
-    ends it with a segmentation fault.
+    Each takes three or more of the 65,530 memory mappings that Linux allows a process; where none is left, XLA's
+    compiler ends it with a segmentation fault.
     """
     yield
     mappings = Path("/proc/self/maps")

@@ -1,9 +1,10 @@
 """Started in several processes by test_distributed.py: GRPO with a reward that an untrained model can earn.
 
-On request one process alone meets an error: WRONG_IN says which, WRONG_WHERE where.
+On request one process alone meets an error or Ctrl-C: WRONG_IN says which, WRONG_WHERE where.
 """
 
 import os
+import signal
 
 import jax
 from launching import EXPERIMENTS, load
@@ -18,6 +19,8 @@ wrong, where = int(os.environ.get("WRONG_IN", -1)), os.environ.get("WRONG_WHERE"
 def score(problem, text):
     if where == "scorer" and jax.process_index() == wrong:
         raise OSError("no compiler")
+    if where == "interrupt" and jax.process_index() == wrong:
+        signal.raise_signal(signal.SIGINT)
     return float(len(text) >= 2)
 
 

@@ -146,8 +146,10 @@ def test_processes_with_different_options_are_told_and_none_waits(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("where", "process"), [(w, p) for w in ("prepare", "scorer") for p in (0, 1)] + [("bug", 1)])
-def test_what_one_process_alone_finds_wrong_ends_all_in_time(where, process, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "process"), [(w, p) for w in ("prepare", "scorer", "interrupt") for p in (0, 1)] + [("bug", 1)]
+)
+def test_what_one_process_alone_meets_ends_all_in_time(where, process, tmp_path):
     def found(*of_process):
         return by_flags(*of_process)[0], {"WRONG_IN": str(process), "WRONG_WHERE": where}
 
@@ -158,6 +160,9 @@ def test_what_one_process_alone_finds_wrong_ends_all_in_time(where, process, tmp
     elif where == "bug":
         assert all(code for code, _ in ended), ended
         assert "KeyError: 'a fault of ours'" in ended[process][1]
+    elif where == "interrupt":
+        assert ended[process][0] == 130 and ended[1 - process][0], ended
+        assert "KeyboardInterrupt" in ended[process][1]
     else:
         assert all(code for code, _ in ended), ended
         assert "scorer 'task' failed" in ended[process][1] and "no compiler" in ended[process][1]
