@@ -13,6 +13,7 @@ from jaxpg import cli
 from jaxpg.tasks import arithmetic
 
 grpo = load(EXPERIMENTS / "grpo.py")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 wrong, where = int(os.environ.get("WRONG_IN", -1)), os.environ.get("WRONG_WHERE")
 
 
