@@ -15,8 +15,11 @@ that was fitted less it fell, since the critic knew nothing yet: then try a larg
 
 import dataclasses
 
-from jaxpg import algorithms, checks, cli, ladder, loop
-from jaxpg.update import adamw, make_update
+from jaxpg import algorithms, ladder
+from jaxpg.estimators import checks
+from jaxpg.run import cli
+from jaxpg.training import loop
+from jaxpg.training.update import adamw, make_update
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,14 +24,17 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from jaxpg import algorithms, checks, cli, logprobs, train_state
+from jaxpg import algorithms
 from jaxpg.data import characters, encode_demonstrations, encode_prompts
+from jaxpg.estimators import checks, logprobs
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model
+from jaxpg.run import cli
 from jaxpg.sampling import Conversation, converse
 from jaxpg.tasks import arithmetic
+from jaxpg.training import train_state
+from jaxpg.training.update import adamw, make_update
 from jaxpg.types import Batch, Experience, Rollout
-from jaxpg.update import adamw, make_update
 
 LEVEL = 5  # products of two-digit numbers
 TOKENIZER = characters(arithmetic.ALPHABET + "[]|")

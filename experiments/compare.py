@@ -28,7 +28,9 @@ from typing import Literal
 import numpy as np
 from rich.console import Console
 
-from jaxpg import cli, distributed, ladder, report
+from jaxpg import ladder
+from jaxpg.parallel import distributed
+from jaxpg.run import cli, report
 
 RUNGS = (
     *("reinforce", "reinforce_baseline", "actor_critic", "trpo", "ppo_penalty", "ppo_clip"),

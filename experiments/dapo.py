@@ -15,7 +15,9 @@ The log has `sampled_groups`, how often the batch was drawn.
 
 import dataclasses
 
-from jaxpg import algorithms, cli, ladder, loop
+from jaxpg import algorithms, ladder
+from jaxpg.run import cli
+from jaxpg.training import loop
 
 
 @dataclasses.dataclass(frozen=True)

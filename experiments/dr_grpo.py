@@ -12,7 +12,9 @@ In `compare.py` held-out accuracy rose from 0.211 to 0.270 (three seeds, 50,000 
 
 import dataclasses
 
-from jaxpg import algorithms, cli, ladder, loop
+from jaxpg import algorithms, ladder
+from jaxpg.run import cli
+from jaxpg.training import loop
 
 
 @dataclasses.dataclass(frozen=True)

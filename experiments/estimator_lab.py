@@ -21,7 +21,10 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jaxpg import algorithms, cli, exact, report, run_folder
+from jaxpg import algorithms
+from jaxpg.algorithms import exact
+from jaxpg.run import cli, report
+from jaxpg.run import folder as run_folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxpg import algorithms, cli, ladder, loop, report
+from jaxpg import algorithms, ladder
+from jaxpg.run import cli, report
+from jaxpg.training import loop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,12 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from jaxpg import algorithms, cli, games, metrics, objective, report, run_folder, sharding, train_state, trust_region
-from jaxpg.update import adamw, make_passes, make_update
+from jaxpg import algorithms, games
+from jaxpg.parallel import sharding
+from jaxpg.run import cli, metrics, report
+from jaxpg.run import folder as run_folder
+from jaxpg.training import train_state, trust_region
+from jaxpg.training.update import adamw, make_passes, make_update
 
 DISCOUNT = 0.99
 EVALUATION_EPISODES = 100
@@ -95,7 +99,7 @@ def make_learner(r: Recipe, updates: int):
     """Builds the functions that make the first state, and that learn from a batch."""
     optimizer = adamw(optax.linear_schedule(r.learning_rate, 0.0, updates), max_grad_norm=0.5, b2=0.999)
     trainable = None if r.max_kl is None else lambda path: path.startswith("critic")
-    loss_fn = objective.make_loss_fn(r.algorithm, games.policy)
+    loss_fn = algorithms.make_loss_fn(r.algorithm, games.policy)
     passes = make_passes(
         make_update(loss_fn, optimizer, trainable=trainable), epochs=r.epochs, minibatches=r.minibatches
     )
@@ -127,7 +131,7 @@ def make_training(game: games.Game, r: Recipe, iterations: int, mesh: jax.shardi
             play_key, learn_key = jax.random.split(jax.random.fold_in(state.key, k))
             envs, played = games.play(partial(games.logits, state.params), envs, play_key, game=game, steps=r.steps)
             experience = games.experience(played, partial(games.values, state.params))
-            state, learned = learn(state, objective.to_batch(r.algorithm, experience), learn_key)
+            state, learned = learn(state, algorithms.to_batch(r.algorithm, experience), learn_key)
             return (state, envs), learned | {"return": played.episode_return, "length": played.episode_length}
 
         (state, _), history = jax.lax.scan(iteration, (state, envs), jnp.arange(iterations))

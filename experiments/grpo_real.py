@@ -21,9 +21,13 @@ from typing import Literal
 
 import jax
 
-from jaxpg import algorithms, cli, ladder, logprobs, loop, sharding
+from jaxpg import algorithms, ladder
+from jaxpg.estimators import logprobs
 from jaxpg.models import Model, hf, lora
+from jaxpg.parallel import sharding
+from jaxpg.run import cli
 from jaxpg.tasks import catalog, chat
+from jaxpg.training import loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,9 @@ Without a critic: `experiments/quickstart.py --algorithm ppo_clip`.
 
 import dataclasses
 
-from jaxpg import algorithms, cli, ladder, loop
+from jaxpg import algorithms, ladder
+from jaxpg.run import cli
+from jaxpg.training import loop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,11 @@ from functools import partial
 
 import jax
 
-from jaxpg import algorithms, cli, kl, ladder, loop
-from jaxpg.update import make_kl_adaptation
+from jaxpg import algorithms, ladder
+from jaxpg.estimators import kl
+from jaxpg.run import cli
+from jaxpg.training import loop
+from jaxpg.training.update import make_kl_adaptation
 
 
 @dataclasses.dataclass(frozen=True)

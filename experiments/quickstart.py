@@ -11,7 +11,9 @@ summary.json. What follows is all of it put together; each rung of the ladder ha
 import dataclasses
 from typing import Literal
 
-from jaxpg import algorithms, cli, ladder, loop
+from jaxpg import algorithms, ladder
+from jaxpg.run import cli
+from jaxpg.training import loop
 
 # Each option swaps the advantage, the loss and the aggregation; nothing else differs between the runs.
 ALGORITHMS = {

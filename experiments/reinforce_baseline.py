@@ -14,7 +14,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxpg import algorithms, cli, experience, ladder, loop
+from jaxpg import algorithms, ladder
+from jaxpg.algorithms import on_experience as experience
+from jaxpg.run import cli
+from jaxpg.training import loop
 from jaxpg.types import Array, Experience
 
 

@@ -18,8 +18,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jaxpg import algorithms, cli, distributed, ladder, loop, report, segments
+from jaxpg import algorithms, ladder
+from jaxpg.estimators import segments
+from jaxpg.parallel import distributed
+from jaxpg.run import cli, report
 from jaxpg.tasks import steps
+from jaxpg.training import loop
 
 # The actions of a rollout, of which the steps are numbered.
 ACTIONS = {

@@ -16,8 +16,10 @@ import dataclasses
 
 import optax
 
-from jaxpg import algorithms, cli, ladder, loop, trust_region
-from jaxpg.update import adamw
+from jaxpg import algorithms, ladder
+from jaxpg.run import cli
+from jaxpg.training import loop, trust_region
+from jaxpg.training.update import adamw
 
 
 @dataclasses.dataclass(frozen=True)

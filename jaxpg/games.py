@@ -4,7 +4,7 @@ A row is a stretch of play of one copy, and actions are its tokens: what `return
 `trust_region` do for language they do here. Index 0 of a row holds no token, it only shows the first observation;
 observation t − 1 is to token t what hidden state t − 1 is in a language model, so that `logprobs` aligns both.
 
-    Game ──start, play──▶ Played ──experience──▶ Experience ──objective.to_batch──▶ Batch
+    Game ──start, play──▶ Played ──experience──▶ Experience ──algorithms.to_batch──▶ Batch
 
 Episodes end inside rows, in one of two ways, which are told apart throughout:
   terminated  by the rules of the game: nothing more can be earned, the return ends there
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpg import logprobs
+from jaxpg.algorithms.algorithm import Outputs
+from jaxpg.estimators import logprobs
 from jaxpg.models import mlp
-from jaxpg.objective import Outputs
 from jaxpg.types import Array, Batch, Experience, Rollout, StopReason, Weighted, pytree
 
 NO_LIMIT = 2**30  # steps: more than any episode has
@@ -254,7 +254,7 @@ def batch_logits(params: dict, batch: Batch) -> Array:
 
 
 def policy(params: dict, batch: Batch) -> Outputs:
-    """The policy of `objective.make_loss_fn`, with the critic's values."""
+    """The policy of `algorithms.make_loss_fn`, with the critic's values."""
     scores = batch_logits(params, batch)
     return Outputs(
         log_probs=logprobs.token_log_probs(scores, batch.tokens),

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxpg import exact
+from jaxpg.algorithms import exact
 
 UNBIASED = 1e-9
 

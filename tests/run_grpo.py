@@ -9,7 +9,7 @@ import signal
 import jax
 from launching import EXPERIMENTS, load
 
-from jaxpg import cli
+from jaxpg.run import cli
 from jaxpg.tasks import arithmetic
 
 grpo = load(EXPERIMENTS / "grpo.py")

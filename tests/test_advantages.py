@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import advantages
+from jaxpg.estimators import advantages
 
 ONE_RIGHT = jnp.array([1.0, 0.0, 0.0, 0.0])
 LENGTHS = jnp.array([8.0, 2.0, 2.0, 4.0])

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import aggregate
+from jaxpg.estimators import aggregate
 
 X = jnp.array([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 7.0, 7.0], [9.0, 9.0, 9.0, 9.0]])
 MASK = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], bool)

@@ -14,11 +14,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import advantages, algorithms, kl, segments, train_state
-from jaxpg.checkpoint import Checkpointer
-from jaxpg.objective import Algorithm, Outputs, make_loss_fn, to_batch
+from jaxpg import algorithms
+from jaxpg.algorithms.algorithm import Algorithm, Outputs, make_loss_fn, to_batch
+from jaxpg.estimators import advantages, kl, segments
+from jaxpg.run.checkpoint import Checkpointer
+from jaxpg.training import train_state
+from jaxpg.training.update import adamw, make_kl_adaptation, make_update
 from jaxpg.types import Experience, Rollout
-from jaxpg.update import adamw, make_kl_adaptation, make_update
 
 PROMPTS, GROUP, LENGTH, VOCABULARY = 3, 4, 8, 5
 ROWS = PROMPTS * GROUP

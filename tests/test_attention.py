@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpg import sharding
 from jaxpg.models import Config, Model
+from jaxpg.parallel import sharding
 
 CONFIG = Config(
     vocab_size=19, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48, max_length=256

@@ -12,8 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import fingerprint, sharding, train_state
-from jaxpg.checkpoint import Checkpointer, DamagedError, MismatchError, sealed
+from jaxpg.parallel import sharding
+from jaxpg.run import fingerprint
+from jaxpg.run.checkpoint import Checkpointer, DamagedError, MismatchError, sealed
+from jaxpg.training import train_state
 
 # Orbax leaves reads unawaited when another one of them fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

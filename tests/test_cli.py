@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxpg import cli
+from jaxpg.run import cli
 
 
 @dataclasses.dataclass(frozen=True)

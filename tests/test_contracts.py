@@ -81,7 +81,7 @@ def call(name, **changes):
 def test_signatures_stay(name):
     module, function = name.split(".")
     modules = {m.__name__: m for m in MODULES}
-    got = inspect.signature(getattr(modules[f"jaxpg.{module}"], function)).parameters
+    got = inspect.signature(getattr(modules[f"jaxpg.estimators.{module}"], function)).parameters
     expected = inspect.signature(SIGNATURES[name]).parameters
     positional = [key for key, p in got.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == [key for key, p in expected.items() if p.kind is p.POSITIONAL_OR_KEYWORD]

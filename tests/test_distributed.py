@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from launching import EXPERIMENTS, ROOT, by_flags, finish, launch, load, outcomes, start_together
 
-from jaxpg import distributed, sharding
-from jaxpg.checkpoint import Checkpointer
-from jaxpg.metrics import read_jsonl
+from jaxpg.parallel import distributed, sharding
+from jaxpg.run.checkpoint import Checkpointer
+from jaxpg.run.metrics import read_jsonl
 
 MESH = "data=2,fsdp=2,tensor=2"
 

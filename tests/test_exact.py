@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from enumerable import DENSE, STOPPING, TABLE, UNBIASED, dense, moments, outcome
 
-from jaxpg import advantages, aggregate, algorithms, exact, segments
-from jaxpg.objective import Outputs
+from jaxpg import algorithms
+from jaxpg.algorithms import exact, on_experience
+from jaxpg.algorithms.algorithm import Outputs
+from jaxpg.estimators import advantages, aggregate, segments
 
 
 def with_advantage(advantage):
@@ -57,7 +59,7 @@ def test_the_discount_of_the_theorem_is_dropped():
 
     def with_discount(e):  # γ^t·G_t
         t = jnp.cumsum(e.rollout.action_mask, axis=-1) - 1.0
-        return 0.5**t * algorithms.reward_to_go(e, discount=0.5)
+        return 0.5**t * on_experience.reward_to_go(e, discount=0.5)
 
     np.testing.assert_allclose(moments(DENSE, with_advantage(with_discount), 1).mean, truth, atol=UNBIASED)
 
@@ -115,7 +117,7 @@ def test_group_baselines(group_size):
     rloo = moments(STOPPING, algorithms.rloo(), group_size)
     np.testing.assert_allclose(rloo.bias, 0.0, atol=UNBIASED)
     shrink = (group_size - 1) / group_size
-    centered = moments(STOPPING, with_advantage(algorithms.group(advantages.group_centered)), group_size)
+    centered = moments(STOPPING, with_advantage(on_experience.group(advantages.group_centered)), group_size)
     np.testing.assert_allclose(centered.mean, shrink * centered.gradient, atol=UNBIASED)
     np.testing.assert_allclose(centered.variance, shrink**2 * rloo.variance, atol=UNBIASED)
     dr_grpo = moments(STOPPING, algorithms.dr_grpo(max_new_tokens=3), group_size)
@@ -193,7 +195,7 @@ def test_dividing_by_the_length_favours_short_right_and_long_wrong_answers(rewar
         return first[0] - first[1]
 
     np.testing.assert_allclose(push(algorithms.dr_grpo(max_new_tokens=2)), 0.0, atol=UNBIASED)
-    length_bias = push(dataclasses.replace(algorithms.grpo(), advantage=algorithms.group(advantages.group_centered)))
+    length_bias = push(dataclasses.replace(algorithms.grpo(), advantage=on_experience.group(advantages.group_centered)))
     assert length_bias > 0.01 if favours == "short right" else length_bias < -0.01
 
 
@@ -284,12 +286,12 @@ SEGMENTS = {
     "responses": segments.response,
 }
 UNWHITENED = {
-    "reinforce_pp": dataclasses.replace(algorithms.reinforce_pp(), advantage=algorithms.reward_to_go),
-    "ppo": dataclasses.replace(algorithms.ppo(), advantage=partial(algorithms.gae, discount=1.0, lambda_=1.0)),
+    "reinforce_pp": dataclasses.replace(algorithms.reinforce_pp(), advantage=on_experience.reward_to_go),
+    "ppo": dataclasses.replace(algorithms.ppo(), advantage=partial(on_experience.gae, discount=1.0, lambda_=1.0)),
     "reinforce_to_go": algorithms.reinforce_to_go(),
     "reinforce_baseline": algorithms.reinforce_baseline(lambda e: 0.5),
     "actor_critic_gae": algorithms.actor_critic_gae(),
-    "grpo": dataclasses.replace(algorithms.grpo(), advantage=algorithms.response_rewards),
+    "grpo": dataclasses.replace(algorithms.grpo(), advantage=on_experience.response_rewards),
 }
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from enumerable import STOPPING, TABLE, UNBIASED, draw_table, moments, outcome
 
-from jaxpg import aggregate, algorithms, exact, kl, logprobs, losses
+from jaxpg import algorithms
+from jaxpg.algorithms import exact, on_experience
+from jaxpg.algorithms.algorithm import Algorithm, Outputs
+from jaxpg.estimators import aggregate, kl, logprobs, losses
 from jaxpg.models import Config, Model
-from jaxpg.objective import Algorithm, Outputs
 
 
 def test_importance_sampling_is_unbiased_off_policy_and_its_variance_grows_with_the_distance():
@@ -116,7 +118,7 @@ def test_k1_as_loss_is_zero_and_k1_in_the_reward_is_the_gradient_of_the_kl():
     with jax.enable_x64(True):
         truth = np.asarray(jax.grad(sequence_kl)(jnp.asarray(TABLE), jnp.asarray(reference))).reshape(-1)
     anchored = dataclasses.replace(
-        algorithms.reinforce_to_go(), advantage=lambda e: algorithms.reward_to_go(algorithms.with_kl_in_reward(e))
+        algorithms.reinforce_to_go(), advantage=lambda e: on_experience.reward_to_go(on_experience.with_kl_in_reward(e))
     )
     options = {"ref_params": reference, "kl_coef": 0.3}
     with_kl = moments(STOPPING, anchored, 1, **options)

@@ -13,10 +13,12 @@ import optax
 import pytest
 from launching import EXPERIMENTS, ROOT, launch, load
 
-from jaxpg import algorithms, faults, ladder, loop, metrics, train_state, update
-from jaxpg.checkpoint import Checkpointer
-from jaxpg.metrics import read_jsonl
+from jaxpg import algorithms, ladder
+from jaxpg.run import faults, metrics
+from jaxpg.run.checkpoint import Checkpointer
+from jaxpg.run.metrics import read_jsonl
 from jaxpg.tasks import arithmetic
+from jaxpg.training import loop, train_state, update
 from jaxpg.types import Batch, Weighted
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import aggregate, logprobs, losses, preference, train_state, value_losses
+from jaxpg.algorithms.algorithm import Algorithm, make_loss_fn
+from jaxpg.estimators import aggregate, logprobs, losses, preference, value_losses
 from jaxpg.models import Config, Model, heads
-from jaxpg.objective import Algorithm, make_loss_fn
+from jaxpg.training import train_state
+from jaxpg.training.update import adamw, make_update
 from jaxpg.types import Batch
-from jaxpg.update import adamw, make_update
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 SIZES |= {"head_dim": 4, "mlp_size": 16, "max_length": 16}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxpg import sharding
 from jaxpg.data.tokenizers import characters
 from jaxpg.models import Config, Model, RopeScaling, hf
 from jaxpg.models.hf import names
 from jaxpg.models.hf.config import from_dict, to_hf
+from jaxpg.parallel import sharding
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpg import logprobs
+from jaxpg.estimators import logprobs
 from jaxpg.models import Model, hf
 from jaxpg.models.hf.config import ARCHITECTURES
 from jaxpg.sampling import sample

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpg import hlo, sharding
+from jaxpg import hlo
+from jaxpg.parallel import sharding
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 

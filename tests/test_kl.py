@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import kl
+from jaxpg.estimators import kl
 
 LOGITS = np.array([0.3, -1.0, 0.8, 0.1])
 REF_LOGITS = np.array([-0.4, 0.2, 0.5, 0.0])

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 from launching import EXPERIMENTS, launch, load
 
-from jaxpg import dynamic_sampling, ladder, loop, report, run_folder
+from jaxpg import ladder
 from jaxpg.ladder import parts
-from jaxpg.metrics import read_jsonl
+from jaxpg.rollout import dynamic_sampling
+from jaxpg.run import folder as run_folder
+from jaxpg.run import report
+from jaxpg.run.metrics import read_jsonl
 from jaxpg.tasks import arithmetic, steps
+from jaxpg.training import loop
 from jaxpg.types import Rollout
 
 RUNGS = (

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import (
+from jaxpg.estimators import (
     advantages,
     aggregate,
     kl,
@@ -260,7 +260,7 @@ def assert_close(got, expected):
 
 def test_every_public_function_is_in_the_table():
     public = {
-        f"{module.__name__.removeprefix('jaxpg.')}.{name}"
+        f"{module.__name__.removeprefix('jaxpg.estimators.')}.{name}"
         for module in MODULES
         for name, value in vars(module).items()
         if isinstance(value, types.FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")

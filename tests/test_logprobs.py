@@ -11,7 +11,8 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import logprobs, sharding
+from jaxpg.estimators import logprobs
+from jaxpg.parallel import sharding
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(2, 4, 5)).astype(np.float32) * 3

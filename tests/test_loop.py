@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import loop, train_state
+from jaxpg.training import loop, train_state
 from jaxpg.types import Rollout
 
 

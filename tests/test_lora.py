@@ -14,13 +14,15 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxpg import aggregate, logprobs, losses, sharding, train_state, value_losses
-from jaxpg.checkpoint import Checkpointer
+from jaxpg.algorithms.algorithm import Algorithm, make_loss_fn
+from jaxpg.estimators import aggregate, logprobs, losses, value_losses
 from jaxpg.models import Config, Model, heads, hf, lora, num_parameters
-from jaxpg.objective import Algorithm, make_loss_fn
+from jaxpg.parallel import sharding
+from jaxpg.run.checkpoint import Checkpointer
 from jaxpg.sampling import sample
+from jaxpg.training import train_state
+from jaxpg.training.update import adamw, make_update
 from jaxpg.types import Batch
-from jaxpg.update import adamw, make_update
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = {"vocab_size": 16, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}

@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import aggregate, losses, masked, segments
+from jaxpg.estimators import aggregate, losses, masked, segments
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import masked
+from jaxpg.estimators import masked
 
 MASKS = {
     "left": [[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]],

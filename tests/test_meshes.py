@@ -7,11 +7,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import algorithms, ladder, sharding, train_state
+from jaxpg import algorithms, ladder
 from jaxpg.models import Config, Model, lora
+from jaxpg.parallel import sharding
 from jaxpg.sampling import sample
+from jaxpg.training import train_state
+from jaxpg.training.update import adamw, make_update
 from jaxpg.types import Batch
-from jaxpg.update import adamw, make_update
 
 MESHES = ("data=8", "data=2,fsdp=4", "data=2,fsdp=2,tensor=2", "tensor=8")
 ROWS, LENGTH, VOCABULARY = 16, 12, 32

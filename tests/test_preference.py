@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import preference
+from jaxpg.estimators import preference
 
 CHOSEN = jnp.array([-10.0, -12.0, -8.0])
 REJECTED = jnp.array([-11.0, -9.0, -8.0])

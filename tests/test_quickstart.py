@@ -9,7 +9,7 @@ import pytest
 from launching import EXPERIMENTS, launch, load
 
 from jaxpg.ladder.session import StopAfter
-from jaxpg.metrics import read_jsonl
+from jaxpg.run.metrics import read_jsonl
 from jaxpg.tasks import arithmetic
 
 SCRIPT = EXPERIMENTS / "quickstart.py"

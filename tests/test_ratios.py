@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import ratios, segments
+from jaxpg.estimators import ratios, segments
 
 D = jnp.array([[0.1, -0.2, 0.3, 0.7], [0.5, -0.5, 0.2, 0.4]])
 OLD = jnp.array([[-1.0, -2.0, -3.0, -4.0], [-0.5, -1.5, -0.25, -1.0]])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from launching import ROOT, load
 
-from jaxpg import evaluate
 from jaxpg.data import characters
-from jaxpg.metrics import read_jsonl
 from jaxpg.models import Config, Model, hf
+from jaxpg.rollout import evaluate
+from jaxpg.run.metrics import read_jsonl
 from jaxpg.tasks import catalog
 
 

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpg import hlo, sharding
+from jaxpg import hlo
 from jaxpg.models import Config, Model
+from jaxpg.parallel import sharding
 from jaxpg.sampling import sample
 from jaxpg.sampling.resharding import make_cast, on_mesh
 

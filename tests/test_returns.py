@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import returns, segments
+from jaxpg.estimators import returns, segments
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

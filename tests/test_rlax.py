@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpg import kl, logprobs, losses, ratios, returns, value_losses
+from jaxpg.estimators import kl, logprobs, losses, ratios, returns, value_losses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from launching import EXPERIMENTS, finish, launch, load, start_together
 
-from jaxpg import algorithms, ladder, logprobs, loop, rlhf
+from jaxpg import algorithms, ladder, rlhf
 from jaxpg.data import characters, encode_demonstrations, pack
-from jaxpg.metrics import read_jsonl
+from jaxpg.estimators import logprobs
 from jaxpg.models import Config, Model, hf
 from jaxpg.rlhf.pairs import best_accuracy, label
+from jaxpg.run.metrics import read_jsonl
 from jaxpg.tasks import taste
+from jaxpg.training import loop
+from jaxpg.training.update import adamw
 from jaxpg.types import Batch
-from jaxpg.update import adamw
 
 # ---- Packing ---------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpg import evaluate, metrics, run_folder
+from jaxpg.rollout import evaluate
+from jaxpg.run import folder as run_folder
+from jaxpg.run import metrics
 from jaxpg.types import Weighted
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpg import logprobs
+from jaxpg.estimators import logprobs
 from jaxpg.models import Config, Model
 from jaxpg.sampling import checks, prepare, sample
 from jaxpg.types import StopReason
@@ -139,7 +139,7 @@ def test_filters_see_tempered_logits_and_their_log_probs_are_returned(params, ke
 
 
 def test_same_tokens_on_eight_devices(params, key):
-    from jaxpg import sharding
+    from jaxpg.parallel import sharding
 
     prompts, mask = prompts_of(8)
     plain = draw(params, prompts, mask, key)

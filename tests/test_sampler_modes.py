@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxpg import report
 from jaxpg.data.tokenizers import characters
 from jaxpg.models import Config, Model
+from jaxpg.run import report
 from jaxpg.sampling import converse, filters, generate, prepare, sample, score, stop_strings
 from jaxpg.types import StopReason
 
@@ -235,7 +235,7 @@ def test_stop_strings_end_rows_across_tokens(params, key):
 
 
 def test_same_on_eight_devices_with_compaction(params, key, plain):
-    from jaxpg import sharding
+    from jaxpg.parallel import sharding
 
     mesh = sharding.make_mesh("data=2,fsdp=2,tensor=1", devices=jax.devices()[:4])
     placed = jax.device_put(params, sharding.shardings(mesh, params))
@@ -244,7 +244,7 @@ def test_same_on_eight_devices_with_compaction(params, key, plain):
 
 
 def test_same_on_eight_devices_with_heads_over_tensor(key):
-    from jaxpg import sharding
+    from jaxpg.parallel import sharding
 
     model = Model(dataclasses.replace(MODEL.config, vocab_size=10, num_heads=4, num_kv_heads=2))
     params = model.init(jax.random.key(3))

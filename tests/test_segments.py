@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import segments
+from jaxpg.estimators import segments
 
 MASK = jnp.array([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0]], bool)
 X = jnp.array([[9.0, 1.0, 2.0, 9.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 9.0, 9.0]])

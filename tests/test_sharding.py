@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpg import sharding
 from jaxpg.models import Config, Model
+from jaxpg.parallel import sharding
 
 
 @pytest.mark.parametrize(

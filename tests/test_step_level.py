@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from launching import EXPERIMENTS, load
 
-from jaxpg import algorithms, sharding
+from jaxpg import algorithms
 from jaxpg.data import characters
-from jaxpg.dynamic_sampling import TOLD
+from jaxpg.parallel import sharding
+from jaxpg.rollout.dynamic_sampling import TOLD
 from jaxpg.tasks import steps
 from jaxpg.types import Experience, Rollout
 

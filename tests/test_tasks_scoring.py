@@ -218,7 +218,7 @@ def test_math_verify_compares_formulas_or_says_what_to_install():
 
 
 def test_the_scored_batch_is_what_the_loop_and_gdpo_read():
-    from jaxpg.loop import Scores
+    from jaxpg.training.loop import Scores
     from jaxpg.types import Experience
 
     needed = set(Scores._fields) - set(Scores._field_defaults)

@@ -5,8 +5,8 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxpg import segments
 from jaxpg.data import characters
+from jaxpg.estimators import segments
 from jaxpg.tasks import steps
 
 TOKENIZER = characters(steps.ALPHABET)

@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import aggregate, sharding, train_state, trust_region
+from jaxpg.estimators import aggregate
+from jaxpg.parallel import sharding
+from jaxpg.training import train_state, trust_region
 from jaxpg.types import Batch
 
 VOCAB, FEATURES = 5, 6

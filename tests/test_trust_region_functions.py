@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from jaxpg import trust_region
+from jaxpg.training import trust_region
 
 
 def test_token_kl_is_aligned_with_the_token_it_speaks_about():

@@ -8,10 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import aggregate, algorithms, logprobs, losses, sharding, train_state
+from jaxpg import algorithms
+from jaxpg.estimators import aggregate, logprobs, losses
 from jaxpg.models import Config, Model
+from jaxpg.parallel import sharding
+from jaxpg.training import train_state
+from jaxpg.training.update import adamw, make_passes, make_update, take_rows
 from jaxpg.types import Batch, Weighted
-from jaxpg.update import adamw, make_passes, make_update, take_rows
 
 MODEL = Model(
     Config(

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg import value_losses
+from jaxpg.estimators import value_losses
 
 VALUES = jnp.array([0.0, 1.0, 2.0, 0.25])
 OLD = jnp.array([0.5, 0.9, 1.0, 0.25])

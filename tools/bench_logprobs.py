@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
-from jaxpg import logprobs, report
+from jaxpg.estimators import logprobs
+from jaxpg.run import report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,10 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from jaxpg import advantages, aggregate, losses, masked, report, returns, segments
+from jaxpg.estimators import advantages, aggregate, losses, masked, returns, segments
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model, num_parameters
+from jaxpg.run import report
 
 
 @dataclasses.dataclass(frozen=True)

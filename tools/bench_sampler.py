@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxpg import cli, report, sampling
+from jaxpg import sampling
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model, hf
+from jaxpg.run import cli, report
 from jaxpg.sampling import generate
 from jaxpg.sampling.driver import Prepared
 

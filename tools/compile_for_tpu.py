@@ -49,13 +49,18 @@ import numpy as np
 from jax.experimental import topologies
 from rich.console import Console
 
-from jaxpg import algorithms, checks, cli, hlo, logprobs, report, run_folder, sharding, train_state
+from jaxpg import algorithms, hlo
+from jaxpg.estimators import checks, logprobs
 from jaxpg.models import Model, num_parameters
 from jaxpg.models.presets import PRESETS
+from jaxpg.parallel import sharding
+from jaxpg.run import cli, report
+from jaxpg.run import folder as run_folder
 from jaxpg.sampling import sample
 from jaxpg.sampling.resharding import make_cast
+from jaxpg.training import train_state
+from jaxpg.training.update import adamw, make_update
 from jaxpg.types import Batch
-from jaxpg.update import adamw, make_update
 
 PALLAS_SHARE = 0.5  # of the peak, that attention kernels are taken to reach
 GB = 1e9

@@ -14,9 +14,12 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxpg import checks, cli, evaluate, report, run_folder
 from jaxpg.data import decode_completions, encode_prompts
+from jaxpg.estimators import checks
 from jaxpg.models import Model, hf
+from jaxpg.rollout import evaluate
+from jaxpg.run import cli, report
+from jaxpg.run import folder as run_folder
 from jaxpg.sampling import generate
 from jaxpg.sampling import prepare as lay_out
 from jaxpg.tasks import catalog, chat

@@ -23,8 +23,8 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
-from jaxpg import cli
 from jaxpg.models.gguf import GGUFSource
+from jaxpg.run import cli
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*", "README.md")
 CHUNK = 1 << 24  # bytes

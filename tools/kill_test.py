@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from jaxpg import checks, cli
+from jaxpg.estimators import checks
+from jaxpg.run import cli
 
 STEPS = 60
 WIDTH = 1000  # the state is 12 MB: a save takes about as long as a step
@@ -44,8 +45,9 @@ def victim(folder: Path) -> None:
     import jax.numpy as jnp
     import optax
 
-    from jaxpg import loop, metrics, train_state
-    from jaxpg.checkpoint import Checkpointer
+    from jaxpg.run import metrics
+    from jaxpg.run.checkpoint import Checkpointer
+    from jaxpg.training import loop, train_state
     from jaxpg.types import Weighted
 
     optimizer = optax.adam(1e-2)

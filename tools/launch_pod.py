@@ -20,7 +20,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxpg import cli
+from jaxpg.run import cli
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpg import checks, cli, ladder, loop, preference, rlhf, sharding
+from jaxpg import ladder, rlhf
+from jaxpg.estimators import checks, preference
+from jaxpg.parallel import sharding
+from jaxpg.run import cli
+from jaxpg.training import loop
+from jaxpg.training.update import adamw
 from jaxpg.types import Batch, Weighted
-from jaxpg.update import adamw
 
 
 @dataclasses.dataclass(frozen=True)

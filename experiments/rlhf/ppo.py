@@ -19,8 +19,11 @@ from functools import partial
 
 import jax
 
-from jaxpg import aggregate, algorithms, checks, cli, kl, ladder, loop, report, rlhf
-from jaxpg.update import make_kl_adaptation
+from jaxpg import algorithms, ladder, rlhf
+from jaxpg.estimators import aggregate, checks, kl
+from jaxpg.run import cli, report
+from jaxpg.training import loop
+from jaxpg.training.update import make_kl_adaptation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpg import cli, ladder, loop, preference, report, rlhf, sharding
+from jaxpg import ladder, rlhf
+from jaxpg.estimators import preference
 from jaxpg.models import heads
+from jaxpg.parallel import sharding
 from jaxpg.rlhf.pairs import best_accuracy
+from jaxpg.run import cli, report
+from jaxpg.training import loop
+from jaxpg.training.update import adamw
 from jaxpg.types import Weighted
-from jaxpg.update import adamw
 
 
 @dataclasses.dataclass(frozen=True)

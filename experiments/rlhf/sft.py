@@ -14,8 +14,11 @@ import dataclasses
 
 import jax
 
-from jaxpg import algorithms, cli, data, ladder, loop, rlhf, sharding
+from jaxpg import algorithms, data, ladder, rlhf
+from jaxpg.parallel import sharding
+from jaxpg.run import cli
 from jaxpg.tasks import draws, taste
+from jaxpg.training import loop
 
 
 @dataclasses.dataclass(frozen=True)

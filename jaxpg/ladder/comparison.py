@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jaxpg import metrics, report
+from jaxpg.run import metrics, report
 
 
 @contextlib.contextmanager

@@ -9,10 +9,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 from transformers import PreTrainedTokenizerBase
 
-from jaxpg import checks, distributed, run_folder, sharding
 from jaxpg.data import characters, encode_prompts
+from jaxpg.estimators import checks
 from jaxpg.models import Config as ModelConfig
 from jaxpg.models import Model
+from jaxpg.parallel import distributed, sharding
+from jaxpg.run import folder as run_folder
 from jaxpg.tasks import arithmetic, wordy
 
 EVALUATION_BATCH = 256

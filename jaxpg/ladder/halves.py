@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpg import aggregate, sharding, train_state, value_losses
+from jaxpg.estimators import aggregate, value_losses
 from jaxpg.ladder.config import Run
 from jaxpg.ladder.parts import compiled
 from jaxpg.models import heads
-from jaxpg.train_state import TrainState
-from jaxpg.update import make_update
+from jaxpg.parallel import sharding
+from jaxpg.training import train_state
+from jaxpg.training.train_state import TrainState
+from jaxpg.training.update import make_update
 
 
 def start_halves(run: Run, params: dict, update, *, optimizers: dict[str, optax.GradientTransformation]):

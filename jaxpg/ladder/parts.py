@@ -8,18 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpg import algorithms, distributed, evaluate, loop, sharding, train_state
+from jaxpg import algorithms
+from jaxpg.algorithms.algorithm import Policy
 from jaxpg.data import decode_completions, encode_prompts
-from jaxpg.dynamic_sampling import TOLD
 from jaxpg.ladder.config import Common, Run
 from jaxpg.ladder.policies import actor
-from jaxpg.objective import Policy
+from jaxpg.parallel import distributed, sharding
+from jaxpg.rollout import evaluate
+from jaxpg.rollout.dynamic_sampling import TOLD
 from jaxpg.sampling import generate, sample
 from jaxpg.sampling.resharding import on_mesh
 from jaxpg.tasks import scoring
-from jaxpg.train_state import Trainable
+from jaxpg.training import loop, train_state
+from jaxpg.training.train_state import Trainable
+from jaxpg.training.update import LossFn, adamw, make_update
 from jaxpg.types import Experience
-from jaxpg.update import LossFn, adamw, make_update
 
 DEMONSTRATIONS, PROMPTS, VALIDATION = range(3)
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxpg import algorithms, distributed, fingerprint, loop, run_folder, sharding, train_state
-from jaxpg.checkpoint import Checkpointer
+from jaxpg import algorithms
 from jaxpg.data import encode_demonstrations
 from jaxpg.ladder import summary
 from jaxpg.ladder.comparison import read_config
@@ -14,6 +13,11 @@ from jaxpg.ladder.config import EVALUATION_BATCH, Run
 from jaxpg.ladder.parts import DEMONSTRATIONS, VALIDATION, measure, start, stream
 from jaxpg.ladder.policies import actor
 from jaxpg.ladder.session import Session
+from jaxpg.parallel import distributed, sharding
+from jaxpg.run import fingerprint
+from jaxpg.run import folder as run_folder
+from jaxpg.run.checkpoint import Checkpointer
+from jaxpg.training import loop, train_state
 
 CHECK_EVERY = 5  # steps of the warm-up between two looks at its accuracy
 

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpg import logprobs
+from jaxpg.algorithms.algorithm import Policy
+from jaxpg.estimators import logprobs
 from jaxpg.models import Model, heads
-from jaxpg.objective import Policy
 from jaxpg.types import Array, Batch, Rollout
 
 

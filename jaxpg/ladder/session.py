@@ -9,10 +9,13 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxpg import distributed, faults, loop, metrics, report, run_folder
-from jaxpg.checkpoint import Checkpointer
 from jaxpg.ladder.config import Run
 from jaxpg.ladder.parts import make_greedy
+from jaxpg.parallel import distributed
+from jaxpg.run import faults, metrics, report
+from jaxpg.run import folder as run_folder
+from jaxpg.run.checkpoint import Checkpointer
+from jaxpg.training import loop
 
 PHASES = ("warmup", "rl")
 

@@ -2,11 +2,12 @@
 
 import jax
 
-from jaxpg import report, run_folder
 from jaxpg.ladder.comparison import columns, read_phases
 from jaxpg.ladder.parts import measure
 from jaxpg.ladder.session import Session
 from jaxpg.models import num_parameters
+from jaxpg.run import folder as run_folder
+from jaxpg.run import report
 
 
 def conclude(session: Session, before: list[str], after: list[str], *, seconds: float) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpg.models.config import Config
-from jaxpg.sharding import target_platform
+from jaxpg.parallel.sharding import target_platform
 from jaxpg.types import Array
 
 SPLASH_BLOCKS = (512, 256, 128)  # splash attention works on blocks of so many tokens, the larger the faster

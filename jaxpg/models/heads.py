@@ -1,7 +1,7 @@
 """Heads with one number a token: the critic's value and a reward model's score, on a trunk of one's choice.
 
 A head is {"kernel": [E], "bias": []} in float32 and reads the hidden states of `Model.hidden`. What it sits on is
-decided by whoever writes the policy of `objective.make_loss_fn`. On the trunk of the actor, both losses train that:
+decided by whoever writes the policy of `algorithms.make_loss_fn`. On the trunk of the actor, both losses train that:
 
     params = {"model": model_params, "value_head": heads.init(key, config.hidden_size)}
 
@@ -30,7 +30,7 @@ by `preference.bradley_terry`.
 import jax
 import jax.numpy as jnp
 
-from jaxpg import checks, logprobs
+from jaxpg.estimators import checks, logprobs
 from jaxpg.types import Array
 
 

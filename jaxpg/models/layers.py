@@ -13,7 +13,7 @@ from jaxpg.models import rope
 from jaxpg.models.attention import Past, attend, attend_past
 from jaxpg.models.cache import as_keys, as_values, write
 from jaxpg.models.config import Config
-from jaxpg.sharding import constrain_rows
+from jaxpg.parallel.sharding import constrain_rows
 from jaxpg.types import Array
 
 ACTIVATION = {"silu": nn.silu, "gelu_tanh": lambda x: nn.gelu(x, approximate=True)}

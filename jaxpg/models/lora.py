@@ -24,11 +24,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from jaxpg import checks
+from jaxpg.estimators import checks
 from jaxpg.models.config import Config
 from jaxpg.models.hf import names
 from jaxpg.models.hf.export import gather
-from jaxpg.paths import by_path, path_name
+from jaxpg.parallel.paths import by_path, path_name
 from jaxpg.types import Array
 
 ATTENTION = ("attention/query", "attention/key", "attention/value", "attention/out")

@@ -6,7 +6,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 
-from jaxpg import checks
+from jaxpg.estimators import checks
 from jaxpg.types import Array
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxpg.models import cache as cache_lib
 from jaxpg.models.config import Config
 from jaxpg.models.layers import Block, Place, few_rows, norm, transposed
-from jaxpg.sharding import constrain, constrain_rows
+from jaxpg.parallel.sharding import constrain, constrain_rows
 from jaxpg.types import Array
 
 

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import jax
 from transformers import PreTrainedTokenizerBase
 
-from jaxpg import checks, ladder, run_folder, sharding
+from jaxpg import ladder
 from jaxpg.data import characters, encode_prompts
+from jaxpg.estimators import checks
 from jaxpg.ladder.config import EXECUTION, Execution, meshes
 from jaxpg.models import Model, hf
+from jaxpg.parallel import sharding
+from jaxpg.run import folder as run_folder
 from jaxpg.tasks import taste
 
 NOT_IDENTITY = (*EXECUTION, "run_dir", "name")  # what does not tell one run of a step from another

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxpg import distributed, ladder, run_folder, sharding
+from jaxpg import ladder
 from jaxpg.data import decode_completions, encode_demonstrations
 from jaxpg.ladder.parts import encode
+from jaxpg.parallel import distributed, sharding
 from jaxpg.rlhf.config import Run
+from jaxpg.run import folder as run_folder
 from jaxpg.tasks import draws, taste
 from jaxpg.types import Batch
 

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxpg import distributed, ladder, preference, sharding
+from jaxpg import ladder
 from jaxpg.data import decode_completions
+from jaxpg.estimators import preference
 from jaxpg.ladder.parts import encode
 from jaxpg.models import Model, heads, hf
+from jaxpg.parallel import distributed, sharding
 from jaxpg.rlhf.config import Run
 from jaxpg.tasks import taste
 from jaxpg.tasks.scoring import Scored

@@ -10,11 +10,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxpg import distributed, faults, ladder, loop, metrics, report, run_folder
-from jaxpg.checkpoint import Checkpointer
+from jaxpg import ladder
 from jaxpg.models import hf
+from jaxpg.parallel import distributed
 from jaxpg.rlhf.config import Run
-from jaxpg.train_state import TrainState
+from jaxpg.run import faults, metrics, report
+from jaxpg.run import folder as run_folder
+from jaxpg.run.checkpoint import Checkpointer
+from jaxpg.training import loop
+from jaxpg.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

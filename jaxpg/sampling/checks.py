@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jaxpg.checks import at_least
+from jaxpg.estimators.checks import at_least
 from jaxpg.models import Model
+from jaxpg.parallel.sharding import target_platform
 from jaxpg.sampling.decoding import Settings
 from jaxpg.sampling.filters import Filter
-from jaxpg.sharding import target_platform
 from jaxpg.types import Array, Rollout
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpg import sharding
 from jaxpg.models import unstack
+from jaxpg.parallel import sharding
 from jaxpg.sampling import checks, decoding
 from jaxpg.sampling.sampler import lay_out, on_cpu, results
 from jaxpg.types import Array, pytree

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpg import sharding
 from jaxpg.models import Model
+from jaxpg.parallel import sharding
 
 
 def on_mesh(draw: Callable, *, model: Model, trained: Mesh, sampled: Mesh) -> Callable:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpg.models import unstack
+from jaxpg.parallel.sharding import target_platform
 from jaxpg.sampling import checks, decoding
-from jaxpg.sharding import target_platform
 from jaxpg.types import Array, Rollout
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from jaxpg import logprobs
+from jaxpg.estimators import logprobs
 from jaxpg.models import Model
 from jaxpg.sampling import filters as filters_lib
 from jaxpg.sampling.filters import Filter

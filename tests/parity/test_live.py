@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is missing: these run, and 
 import transformers  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from jaxpg import logprobs  # noqa: E402
+from jaxpg.estimators import logprobs  # noqa: E402
 from jaxpg.models import Model, hf  # noqa: E402
 from jaxpg.sampling import sample  # noqa: E402
 

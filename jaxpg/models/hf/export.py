@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxpg.models.config import Config
 from jaxpg.models.hf import names
 from jaxpg.models.hf.config import to_hf
-from jaxpg.paths import by_path
+from jaxpg.parallel.paths import by_path
 
 
 def save(

@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from transformers import PreTrainedTokenizerBase
 
-from jaxpg import sharding
 from jaxpg.models.config import Config
 from jaxpg.models.hf import names
 from jaxpg.models.hf.config import RUNTIME, from_dict
 from jaxpg.models.hf.source import Directory, Source
-from jaxpg.paths import path_name
+from jaxpg.parallel import sharding
+from jaxpg.parallel.paths import path_name
 
 # What checkpoints hold beside parameters.
 BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")

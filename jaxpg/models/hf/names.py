@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpg.models.config import Config
 from jaxpg.models.transformer import INPUT_AXES, Model
-from jaxpg.paths import by_path
+from jaxpg.parallel.paths import by_path
 
 TOP = {
     "embedding": "model.embed_tokens.weight",

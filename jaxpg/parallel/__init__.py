@@ -1,0 +1,1 @@
+"""Meshes, shardings and processes."""

@@ -1,0 +1,1 @@
+"""From a policy to scored completions, and what is told about them."""

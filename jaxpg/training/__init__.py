@@ -1,0 +1,1 @@
+"""The train state and the updates that map it to its successor."""
