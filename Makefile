@@ -1,5 +1,6 @@
 # make quickstart   train a small model by policy gradients and watch it learn   (ARGS="--algorithm rloo" passes options)
-# make test         run the test suite                                           (ARGS="-k sampler" passes options)
+# make test         run the tests, in minutes                                    (ARGS="-k sampler" passes options)
+# make test-all     run them all, what guards against rare regressions too, as CI does
 # make test-parity  compare the models with transformers, live; installs PyTorch into a virtual environment of its own
 # make lint         ruff
 # Each makes its virtual environment first, with nothing but python3 (3.11 or newer), venv and pip.
@@ -11,14 +12,16 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARITY := $(VENV)-parity
 
-.PHONY: quickstart test test-parity lint constraints clean
+.PHONY: quickstart test test-all test-parity lint constraints clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed-core
 	$(BIN)/python experiments/quickstart.py --resume $(ARGS)
 
-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: TIER := -m "not exhaustive"
+test-all: TIER :=
+test test-all: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TIER) $(ARGS)
 
 test-parity: $(PARITY)/.installed
 	$(PARITY)/bin/python -m pytest tests/parity $(ARGS)

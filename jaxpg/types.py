@@ -3,13 +3,17 @@
 Shapes: P prompts, G samples of each, B = P·G rows (the rows of one prompt are adjacent), T tokens a row.
 Every `[B, T]` array is token-aligned: index t speaks about `tokens[:, t]`, never about the next token.
 Fields that an algorithm does not need stay None; None is an empty pytree, so jit, scan and sharding pass over it.
+`Prompts` and `Scores` stay on the host and are no pytrees.
 """
 
 import dataclasses
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
@@ -27,6 +31,15 @@ class StopReason(enum.IntEnum):
     STOP_STRING = 2  # its text contains a stop string since its last token
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompts:
+    """The prompts of a step: arrays for the sampler, problems for the scorer."""
+
+    tokens: Array  # [P, S] int32, left-padded
+    mask: Array  # [P, S] bool, real tokens
+    problems: Sequence[Any]  # P of the task's own type
+
+
 @pytree
 class Rollout:
     """What the sampler returns."""
@@ -37,7 +50,38 @@ class Rollout:
     log_probs: Array  # [B, T] float32, of the distribution sampled from (temperature, filters); 0 off the actions
     stop_reason: Array  # [B] int32, a StopReason
     plain_log_probs: Array | None = None  # [B, T] float32, of the tempered distribution without filters; 0 off actions
-    observations: Array | None = None  # [B, T, F] float32, what a game shows after each token (see `games`)
+    observations: Array | None = None  # [B, T, F] float32, what a game shows after each token (experiments/games)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """What the scorers say about G samples of each of P prompts, by the names of `Experience`."""
+
+    rewards: np.ndarray  # [P, G] float32, Σ weight · score over the scorers that apply
+    valid: np.ndarray  # [P, G] bool, False where no scorer applied; the reward there has no meaning
+    scores: np.ndarray | None = None  # [P, G, K] float32, each scorer's own number, without its weight
+    scores_valid: np.ndarray | None = None  # [P, G, K] bool, where each scorer applied; None for everywhere
+    names: tuple[str, ...] = ()  # [K], of the scorers
+    failures: np.ndarray | None = None  # [K] int64, samples on which a scorer failed; None for no failures
+    token_rewards: np.ndarray | None = None  # [B, T] float32, of tokens or steps, besides `rewards`; 0 off actions
+    segments: np.ndarray | None = None  # [B, T] int32, the action each token belongs to
+    greedy_rewards: np.ndarray | None = None  # [P] float32, of the greedy completions
+
+    @property
+    def num_failures(self) -> int:
+        """How often a scorer failed, over all scorers."""
+        return 0 if self.failures is None else int(np.sum(self.failures))
+
+    def metrics(self) -> dict[str, float]:
+        """Returns each scorer's mean where it applies, the share where it applies, and how often it failed."""
+        row = {}
+        for k, name in enumerate(self.names):
+            scores = np.asarray(self.scores[..., k])
+            applies = np.ones(scores.shape, bool) if self.scores_valid is None else self.scores_valid[..., k]
+            row[f"score/{name}"] = float(scores[applies].mean()) if applies.any() else 0.0
+            row[f"score_applies/{name}"] = float(applies.mean())
+            row[f"score_failures/{name}"] = 0 if self.failures is None else int(self.failures[k])
+        return row
 
 
 @pytree

@@ -1,7 +1,8 @@
-"""Eight virtual CPU devices and one canonical platform, set before JAX is imported."""
+"""Eight virtual CPU devices, one canonical platform, one compilation cache, set before JAX is imported; and tiers."""
 
 import gc
 import os
+import re
 from pathlib import Path
 
 from launching import QUICK_COMPILATION, compiled_programs
@@ -15,6 +16,9 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_terminate_timeout_seconds=120"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled_programs()
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax
 import pytest
@@ -41,13 +45,7 @@ def bounded_mappings():
 
 @pytest.fixture
 def quick_compilation():
-    """Programs that one test compiles and the next can read."""
-    saved = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_compilation_cache_dir", compiled_programs())
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    yield
-    jax.config.update("jax_compilation_cache_dir", saved[0])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", saved[1])
+    """Nothing any more: every test reads what another has compiled. Leave it out of new tests."""
 
 
 @pytest.fixture
@@ -58,33 +56,81 @@ def x64():
 
 
 SLOWEST_FIRST = (
-    "test_ladder",
+    "test_recipes",
     "test_rlhf",
     "test_distributed",
     "test_sampler_modes",
-    "test_meshes",
     "test_faults",
+    "test_run",
     "test_compile_for_tpu",
-    "test_hf_parity_fixtures",
-    "test_step_level",
+    "test_meshes",
     "test_quickstart",
-    "test_lora",
     "test_games",
-    "test_notebooks",
     "test_real_models",
     "test_algorithms",
-    "test_exact",
+    "test_step_level",
+    "test_notebooks",
     "test_sampler",
-    "test_heads",
-    "test_attention",
+    "test_exact",
     "test_models",
+    "test_laws",
+    "test_lora",
+    "test_update",
+    "test_hf_parity_fixtures",
+    "test_attention",
+    "test_trust_region",
 )
 
+# Algorithms that differ in what a law of all algorithms is about. The others differ from one of them in a function that
+# is tested by itself.
+KINDS = "supervised|reinforce|remax|actor_critic_gae|trpo|ppo_penalty|ppo|grpo|gdpo|gspo|with_truncated_importance"
 
-def pytest_collection_modifyitems(items):
-    """Starts with the slowest files: two processes that share files would else wait for the last one.
+# What `make test` leaves out and `make test-all` runs, beside the tests that are marked where they stand: a pattern of
+# a file's stem and a test's name, and what still guards the law in `make test`.
+EXHAUSTIVE = {
+    r"test_algorithms::test_micro_batches_change_nothing\[(?!(%s)\])": "one algorithm of each kind",
+    r"test_algorithms::test_padding_and_what_stands_under_the_mask_change_nothing\[(?!(%s)\])": "one of each kind",
+    r"test_checkpoint::test_whatever_file_is_damaged_.*\[(truncate|delete)\]": "a flipped bit, the hardest to notice",
+    r"test_compile_for_tpu::": "only CI has libtpu",
+    r"test_draw::test_frequencies_match_the_probabilities\[(1|7|256)\]": "one size below a block and one above",
+    r"test_exact::test_step_level_algorithms_are_unbiased_.*": "the estimators that these algorithms consist of",
+    r"test_hf_parity_fixtures::.*\[(gemma3_flat|llama2|llama3_flat|llama_linear|llama_yarn|mistral_window|qwen2_yarn"
+    r"|qwen3_moe_unnormalized|smollm2)\b": "one model of each family",
+    r"test_hf_parity_fixtures::test_log_probs_equal_transformers": "the logits, and the laws of log-probs",
+    r"test_laws::test_same_with_and_without_jit": "tests of each function, most of them within jit",
+    r"test_models::test_cached_decoding_equals_the_full_pass\[(1-False|2-|4-True)": "each layout of layers once",
+    r"test_notebooks::test_a_notebook_runs_": "what the notebooks call",
+    r"test_resharding::test_the_samples_are_those_of_the_trainers_mesh\[(?!bfloat16-None)": "the default, in bfloat16",
+    r"test_sampler::test_log_probs_are_those_of_the_trainer\[(0.5|1.0)\]": "the temperature that changes log-probs",
+    r"test_sampler_modes::test_a_conversation_is_what_one_sequence_would_be\[False\]": "the other layout of layers",
+    r"test_sampler_modes::test_a_partial_rollout_goes_on_.*\[9\]": "a cut after the first token",
+    r"test_sampler_modes::test_bfloat16_sampler_and_trainer_stay_near\[chosen0\]": "the other choice of options",
+    r"test_sampler_modes::test_frequencies_of_all_sequences_.*\[(k|p|min-p)\]": "all other filters together",
+    r"test_sampler_modes::test_same_on_eight_devices_with_heads_over_tensor": "the same on rows, and test_meshes",
+    r"test_trust_region::test_microbatches_change_nothing\[(?!token_mean\])": "one aggregation",
+    r"test_update::test_sharded_update_equals_the_plain_one_": "test_meshes; test_quickstart counts compilations",
+}
+EXHAUSTIVE = {pattern.replace("%s", KINDS): still for pattern, still in EXHAUSTIVE.items()}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest applies -m
+def pytest_collection_modifyitems(config, items):
+    """Marks the exhaustive tests, and starts with the slowest files: two processes would else wait for the last one.
 
     The Makefile asks pytest-xdist for this order (--no-loadscope-reorder), or it would begin with what has most tests.
+
+    Raises:
+      pytest.UsageError: for a pattern that fits no test of its file.
     """
+    unused = {pattern for pattern in EXHAUSTIVE if not any("::" in argument for argument in config.args)}
+    for item in items:
+        name = f"{item.path.stem}::{item.name}"
+        for pattern in EXHAUSTIVE:
+            if re.match(pattern, name):
+                item.add_marker(pytest.mark.exhaustive)
+                unused.discard(pattern)
+    collected = {item.path.stem for item in items}
+    if wrong := sorted(pattern for pattern in unused if pattern.partition("::")[0] in collected):
+        raise pytest.UsageError(f"EXHAUSTIVE in tests/conftest.py has patterns that fit no test: {', '.join(wrong)}")
     order = {name: place for place, name in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))

@@ -1,7 +1,5 @@
 """The token MDPs on which test_exact.py and test_exact_losses.py prove their claims."""
 
-import dataclasses
-
 import numpy as np
 
 from jaxpg.algorithms import exact
@@ -28,10 +26,5 @@ DENSE = exact.TokenMDP(rewards=dense, stop_token=0)
 TABLE = draw_table(STOPPING)
 
 
-def actor(algorithm):
-    """Leaves the critic's loss out: its parameters are none of the policy's."""
-    return dataclasses.replace(algorithm, targets=None, value_loss=None)
-
-
 def moments(mdp, algorithm, group_size=2, params=TABLE, **options):
-    return exact.moments(mdp, params, actor(algorithm), group_size, **options)
+    return exact.moments(mdp, params, algorithm, group_size, **options)

@@ -1,9 +1,10 @@
 """Files that users run, in the tests: imported as modules, or launched as they are launched from a shell."""
 
+import atexit
 import contextlib
-import functools
 import importlib.util
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,17 +30,22 @@ def load(path: Path, name: str | None = None):
     return module
 
 
-@functools.cache
 def compiled_programs() -> str:
-    """A folder for the programs that one launch or test compiles and the next can read."""
-    return tempfile.mkdtemp()
+    """A folder for the programs that one process of the suite compiles and all others read.
+
+    The workers of pytest-xdist and what tests launch inherit it. It is not the user's, and ends with the suite.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return os.environ["JAX_COMPILATION_CACHE_DIR"]
+    folder = tempfile.mkdtemp(prefix="jaxpg-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Of a process with so many virtual devices; most of its time would be compilation."""
+    """Of a process with so many virtual devices."""
     flags = f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILATION}"
-    quick = {"JAX_COMPILATION_CACHE_DIR": compiled_programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
-    return os.environ | quick | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
 
 def launch(path: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:

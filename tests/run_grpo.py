@@ -1,37 +1,28 @@
-"""Started in several processes by test_distributed.py: GRPO with a reward that an untrained model can earn.
+"""Started in several processes by test_distributed.py: GRPO, of which one process alone meets an error or Ctrl-C.
 
-On request one process alone meets an error or Ctrl-C: WRONG_IN says which, WRONG_WHERE where.
+WRONG_IN says which, WRONG_WHERE where: in `prepare` here, or in `own_scorers.wrong_in_one`.
 """
 
 import os
 import signal
+from functools import partial
 
-import jax
 from launching import EXPERIMENTS, load
 
+from jaxpg import recipe
 from jaxpg.run import cli
-from jaxpg.tasks import arithmetic
 
-grpo = load(EXPERIMENTS / "grpo.py")
+grpo = load(EXPERIMENTS / "ladder" / "grpo.py")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
-wrong, where = int(os.environ.get("WRONG_IN", -1)), os.environ.get("WRONG_WHERE")
-
-
-def score(problem, text):
-    if where == "scorer" and jax.process_index() == wrong:
-        raise OSError("no compiler")
-    if where == "interrupt" and jax.process_index() == wrong:
-        signal.raise_signal(signal.SIGINT)
-    return float(len(text) >= 2)
 
 
 def prepare(config):
-    if where == "prepare" and config.process_id == wrong:
-        raise ValueError("--x is not here")
-    if where == "bug" and config.process_id == wrong:
-        raise KeyError("a fault of ours")
-    return grpo.prepare(config)
+    if config.process_id == int(os.environ.get("WRONG_IN", -1)):
+        if os.environ["WRONG_WHERE"] == "prepare":
+            raise ValueError("--x is not here")
+        if os.environ["WRONG_WHERE"] == "bug":
+            raise KeyError("a fault of ours")
+    return recipe.prepare(config, name="grpo")
 
 
-arithmetic.score = score
-cli.main(grpo.Config, prepare, grpo.train, description=__doc__)
+cli.main(grpo.Config, prepare, partial(recipe.execute, train=grpo.train), description=__doc__)

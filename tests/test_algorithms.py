@@ -41,8 +41,8 @@ ALGORITHMS = {
     "ppo_penalty": algorithms.ppo_penalty(),
     "ppo": algorithms.ppo(entropy_coef=0.01),
     "rlhf": algorithms.rlhf(),
-    "ppo_clip": algorithms.ppo_clip(dual_clip=3.0),
-    "reinforce_pp": algorithms.reinforce_pp(),
+    "ppo_critic_free": algorithms.ppo_critic_free(dual_clip=3.0),
+    "reinforce_pp": algorithms.reinforce_pp(kl_coef=0.01),
     "reinforce_pp_baseline": algorithms.reinforce_pp_baseline(kl_coef=0.01),
     "grpo": algorithms.grpo(kl_coef=0.01),
     "dr_grpo": algorithms.dr_grpo(max_new_tokens=LENGTH),
@@ -132,7 +132,7 @@ def test_every_algorithm_gives_a_finite_gradient_that_is_not_zero(name):
     found, metrics = gradient(ALGORITHMS[name], make_experience())
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
     assert np.abs(found["actor"]).max() > 1e-4
-    assert (np.abs(found["critic"]).max() > 1e-4) == (ALGORITHMS[name].value_loss is not None)
+    assert (np.abs(found["critic"]).max() > 1e-4) == (ALGORITHMS[name].critic is not None)
     assert all(np.isfinite(m.mean) for m in metrics.values())
 
 
@@ -205,7 +205,7 @@ def test_gdpo_leaves_out_what_either_mask_says():
         np.testing.assert_array_equal(algorithms.gdpo().advantage(e), expected)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_clip", "grpo", "gspo", "rlhf"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_critic_free", "grpo", "gspo", "rlhf"])
 def test_segments_of_one_token_are_token_level(name):
     experience = make_experience()
     token = dataclasses.replace(experience, segments=segments.token(experience.rollout.action_mask))
@@ -234,8 +234,73 @@ def test_segments_of_whole_responses_have_one_ratio():
 def test_a_missing_critic_is_named():
     headless = lambda params, batch: policy(params, batch)[:2]  # noqa: E731
     batch = to_batch(algorithms.ppo(), make_experience())
-    with pytest.raises(ValueError, match="value_loss"):
+    with pytest.raises(ValueError, match=r"policy returned no values.*critic=False"):
         make_loss_fn(algorithms.ppo(), headless)(make_params(), batch)
+    make_loss_fn(algorithms.ppo(), headless, critic=False)(make_params(), batch)
+
+
+WITH_CRITIC = [name for name, algorithm in ALGORITHMS.items() if algorithm.critic is not None]
+
+
+@pytest.mark.parametrize("name", WITH_CRITIC)
+def test_the_critics_loss_is_weighed_by_its_coefficient_and_logged_without(name):
+    algorithm = ALGORITHMS[name]
+    twice = dataclasses.replace(algorithm, critic=dataclasses.replace(algorithm.critic, coef=1.0))
+    (once, metrics), (double, same_metrics) = (gradient(a, make_experience()) for a in (algorithm, twice))
+    np.testing.assert_allclose(double["critic"], once["critic"] / algorithm.critic.coef, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(double["actor"], once["actor"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["value_loss"].mean, same_metrics["value_loss"].mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", WITH_CRITIC)
+def test_without_the_critics_loss_only_the_actor_has_a_gradient(name):
+    batch = dataclasses.replace(to_batch(ALGORITHMS[name], make_experience()), kl_coef=jnp.full(ROWS, 0.1))
+
+    def gradient_with(critic):
+        loss_fn = make_loss_fn(ALGORITHMS[name], policy, critic=critic)
+        return jax.grad(lambda params: loss_fn(params, batch)[0].mean)(make_params())
+
+    whole, alone = gradient_with(True), gradient_with(False)
+    np.testing.assert_array_equal(alone["critic"], 0.0)
+    np.testing.assert_allclose(alone["actor"], whole["actor"], rtol=1e-5, atol=1e-7)
+
+
+# ---- The KL coefficient ----------------------------------------------------------------------------------------------
+
+KL_IN_LOSS = {"grpo": algorithms.grpo, "reinforce_pp_baseline": algorithms.reinforce_pp_baseline}
+KL_IN_LOSS |= {"ppo_penalty": algorithms.ppo_penalty}
+
+
+@pytest.mark.parametrize("name", KL_IN_LOSS)
+def test_an_update_reads_the_coefficient_of_the_state_and_a_bare_loss_that_of_the_algorithm(name):
+    algorithm, other = KL_IN_LOSS[name](kl_coef=0.3), KL_IN_LOSS[name](kl_coef=0.1)
+    batch = to_batch(algorithm, make_experience())
+    assert batch.kl_coef is None
+
+    def loss(algorithm):
+        return lambda params: make_loss_fn(algorithm, policy)(params, batch)[0].mean
+
+    at_the_states, _ = gradient(algorithm, make_experience())  # which is 0.1
+    assert_same(at_the_states, jax.grad(loss(other))(make_params()))
+    assert np.abs(at_the_states["actor"] - jax.grad(loss(algorithm))(make_params())["actor"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["rlhf", "reinforce_pp"])
+def test_a_kl_in_the_reward_reads_the_coefficient_of_the_experience(name):
+    make = {"rlhf": algorithms.rlhf, "reinforce_pp": algorithms.reinforce_pp}[name]
+    first, second = (to_batch(make(kl_coef=coef), make_experience()).advantages for coef in (0.3, 0.1))
+    np.testing.assert_array_equal(first, second)
+    moved = dataclasses.replace(make_experience(), kl_coef=jnp.float32(0.3))
+    assert np.abs(to_batch(make(kl_coef=0.3), moved).advantages - first).max() > 1e-3
+
+
+def test_impossible_coefficients_are_named():
+    for make in (algorithms.grpo, algorithms.reinforce_pp, algorithms.reinforce_pp_baseline):
+        with pytest.raises(ValueError, match=r"kl_coef=-0\.1: must be 0 or greater"):
+            make(kl_coef=-0.1)
+    for make in (algorithms.ppo_penalty, algorithms.rlhf):  # whose coefficient is multiplied
+        with pytest.raises(ValueError, match="kl_coef=0: must be greater than 0"):
+            make(kl_coef=0)
 
 
 # ---- PPO-penalty: the coefficient lives in the state -----------------------------------------------------------------

@@ -1,33 +1,17 @@
-"""The calculator: what it says is no action and carries no gradient, and it computes nothing but small sums."""
-
-import sys
-from pathlib import Path
+"""The calculator's recipe: what the tool says is no action and carries no gradient. Its task: test_tasks_calculator."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launching import EXPERIMENTS, load
 
-from jaxpg import algorithms
-from jaxpg.tasks import arithmetic
+from jaxpg import algorithms, recipe
+from jaxpg.run.metrics import read_jsonl
 from jaxpg.types import Experience
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-import calculator  # noqa: E402
-
-PROBLEM = arithmetic.Problem("37*48=", "1776", 5)
-
-
-@pytest.fixture
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def encode(text):
-    return calculator.TOKENIZER.encode(text)
+calculator = load(EXPERIMENTS / "calculator.py")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def gradient(algorithm, batch):
@@ -36,100 +20,49 @@ def gradient(algorithm, batch):
     return np.asarray(jax.grad(lambda x: loss_fn(x, batch)[0].total)(jnp.full(batch.tokens.shape, -1.0)))
 
 
-def test_smoke(quick_compilation, monkeypatch, capsys):
-    heard, converse = [], calculator.converse
-    monkeypatch.setattr(
-        calculator, "converse", lambda *args, **options: heard.append(converse(*args, **options)) or heard[-1]
-    )
-    before, after = calculator.train(calculator.prepare(calculator.Config(smoke=True)))
-    assert all(0 <= share <= 1 for share in (*before, *after))
-    assert "after RL, held out" in capsys.readouterr().out
+def test_conversations_are_trained_on_without_what_the_calculator_says(tmp_path, monkeypatch, capsys):
+    heard, converse = [], recipe.Recipe.converse
+    monkeypatch.setattr(recipe.Recipe, "converse", lambda self, *args: heard.append(converse(self, *args)) or heard[-1])
+    # An untrained model gets no product right: answers in few tokens are rewarded.
+    config = calculator.Config(smoke=True, run_dir=tmp_path / "run", mesh="data=8", scorers=("own_scorers:odd",))
+    setup = recipe.prepare(config, name="calculator")
+    recipe.execute(setup, train=calculator.train)
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["phase"] == "rl"]
+    assert len(rows) == len(heard) == 2 and all(row["grad_norm"] > 0 for row in rows)
+    assert rows[0]["log_prob_gap"] < 1e-4, "the sampler's log-probs are the trainer's"
+    assert "held-out calls after RL" in capsys.readouterr().out
 
-    observed_any = False
-    for talk in heard:
-        rollout = talk.rollout
-        real, actions = np.asarray(rollout.token_mask), np.asarray(rollout.action_mask)
-        behind_prompt = np.arange(real.shape[1]) >= calculator.PROMPT_LENGTH
-        observed = real & ~actions & behind_prompt
-        np.testing.assert_array_equal(observed.any(1), talk.turns > 1)
-        observed_any |= observed.any()
-        rewards = jnp.arange(15.0).reshape(5, 3)  # so that every advantage but the middle one's is not 0
-        experience = Experience(rollout, rewards, jnp.ones((5, 3), bool))
+    for rollout in jax.device_get(heard):
+        actions = rollout.action_mask
+        behind_prompt = np.arange(actions.shape[1]) >= setup.prompt_length
+        observed = rollout.token_mask & ~actions & behind_prompt
+        called = np.isin(rollout.tokens, setup.tokenizer.encode("]", add_special_tokens=False)) & actions
+        assert observed.any(), "the calculator was heard"
+        assert called.any(1)[observed.any(1)].all(), "it speaks when it is called, and not before"
+        groups = setup.config.batch_size // setup.config.group_size
+        rewards = jnp.arange(actions.shape[0], dtype=jnp.float32).reshape(groups, -1)
+        rewards = rewards**2  # so that no advantage is 0
+        experience = Experience(rollout, rewards, jnp.ones(rewards.shape, bool))
         found = gradient(algorithms.rloo(), algorithms.to_batch(algorithms.rloo(), experience))
         assert not found[~actions].any()
-        assert found[0][actions[0]].all()
-    assert observed_any
+        assert found[actions].all()
 
 
-def test_demonstrations_teach_no_results():
-    batch = calculator.demonstrations([PROBLEM, PROBLEM])
-    by_heart, called = (
-        [
-            "".join(calculator.TOKENIZER.decode(t) for t in row[mask])
-            for row, mask in zip(batch.tokens, masks, strict=True)
-        ]
-        for masks in (batch.action_mask, batch.token_mask)
-    )
-    assert by_heart == ["1776<eos>", "[37*48]1776<eos>"]
-    assert called == ["37*48=1776<eos>", "37*48=[37*48]1776|1776<eos>"]
-    found = gradient(algorithms.supervised(), batch)
-    np.testing.assert_array_equal(found != 0, batch.action_mask)
-
-
-@pytest.mark.parametrize(
-    ("call", "result"),
-    [
-        ("[37*48]", "1776"),
-        ("[7+8]", "15"),
-        ("[7-8]", "-1"),
-        ("[999*999]", "998001"),
-        ("[1000*2]", ""),
-        ("[" + "9" * 5000 + "*2]", ""),
-        ("[9**9]", ""),
-        ("[9*9*9]", ""),
-        ("[1/0]", ""),
-        ("[٣*٣]", ""),
-        ("[__import__('os')]", ""),
-        ("[1*1]\n", ""),
-        ("x[1*1]", ""),
-        ("]", ""),
-    ],
-)
-def test_only_small_sums_are_computed(call, result):
-    assert calculator.calculate(call) == result
-
-
-@pytest.mark.parametrize(
-    ("turn", "observation", "reward", "done"),
-    [
-        ("[37*48]", "1776|", 0.0, False),
-        ("37*48]", "|", 0.0, False),
-        ("1776<eos>", "", 1.0, True),
-        ("1775<eos>", "", 0.0, True),
-        ("1776", "", 0.0, True),  # cut by the budget
-        ("1776<pad><eos>", "", 0.0, True),
-    ],
-)
-def test_environment(turn, observation, reward, done):
-    tokens = [token for piece in turn.replace("<", " <").replace(">", "> ").split() for token in pieces(piece)]
-    assert calculator.environment(PROBLEM, tokens) == (PROBLEM, encode(observation), reward, done)
-
-
-def pieces(text):
-    special = {"<eos>": 1, "<pad>": 0}
-    return [special[text]] if text in special else encode(text)
+def test_a_task_without_a_tool_is_told(tmp_path):
+    config = calculator.Config(task="arithmetic", run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="--task=arithmetic has no environment, which this recipe learns from"):
+        recipe.prepare(config, name="calculator")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--group-size", "1"], "--group-size=1"),
-        (["--temperature", "0"], "--temperature=0.0"),
-        (["--held-out", "33"], "--held-out=33"),
+        ({"group_size": 7}, "--group-size=7 does not divide --batch-size=256"),
+        ({"temperature": 0.0}, "--temperature=0.0: must be greater than 0"),
+        ({"held_out": 33}, "33 evaluation rows cannot be spread"),
     ],
 )
-def test_bad_options_are_named(options, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        calculator.cli.main(calculator.Config, calculator.prepare, calculator.train, description="", args=options)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+def test_bad_options_are_named_and_nothing_is_written(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        recipe.prepare(calculator.Config(run_dir=tmp_path / "run", **options), name="calculator")
+    assert not (tmp_path / "run").exists()

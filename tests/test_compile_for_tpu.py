@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import ROOT, load
 
-from jaxpg import hlo
-
+hlo = load(ROOT / "tools" / "hlo.py")
 TOOL = Path(__file__).parents[1] / "tools" / "compile_for_tpu.py"
 SMALL = """
 import runpy, sys
+sys.path.insert(0, sys.argv[2])
 from jaxpg.models import Config, presets
 presets.PRESETS["small"] = Config(vocab_size=4096, hidden_size=1024, num_layers=4, num_heads=4, num_kv_heads=2,
                                   head_dim=128, mlp_size=4096, max_length=256)
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reas
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", SMALL.replace("sys.argv[1]", f"{str(TOOL)!r}"), *arguments]
+    code = SMALL.replace("sys.argv[1]", f"{str(TOOL)!r}").replace("sys.argv[2]", f"{str(TOOL.parent)!r}")
+    command = [sys.executable, "-c", code, *arguments]
     quick = {"JAX_PLATFORMS": "cpu", "JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
     return subprocess.run(command, env=os.environ | quick, capture_output=True, text=True, timeout=900, check=False)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from launching import EXPERIMENTS, ROOT, by_flags, finish, launch, load, outcomes, start_together
 
+from jaxpg import recipe
 from jaxpg.parallel import distributed, sharding
 from jaxpg.run.checkpoint import Checkpointer
 from jaxpg.run.metrics import read_jsonl
@@ -18,7 +19,8 @@ MESH = "data=2,fsdp=2,tensor=2"
 
 
 def start(folder, count, *, found=by_flags, arguments=()):
-    options = ("--smoke", "--mesh", MESH, "--run-dir", str(folder), *arguments)
+    scorer = ("--scorers", "own_scorers:wrong_in_one")
+    options = ("--smoke", *scorer, "--mesh", MESH, "--run-dir", str(folder), *arguments)
     return start_together(ROOT / "tests" / "run_grpo.py", *options, count=count, found=found)
 
 
@@ -51,9 +53,8 @@ def saved(folder):
 @pytest.fixture(scope="module")
 def parameters(tmp_path_factory):
     """Reads those of a run's last checkpoint, onto one device."""
-    grpo = load(EXPERIMENTS / "grpo.py")
-    model = grpo.prepare(grpo.Config(smoke=True, run_dir=tmp_path_factory.mktemp("like"))).model
-    like = model.init(jax.random.key(0))
+    grpo = load(EXPERIMENTS / "ladder" / "grpo.py")
+    like = recipe.prepare(grpo.Config(smoke=True, run_dir=tmp_path_factory.mktemp("like")), name="grpo").params()
     return lambda folder: Checkpointer(folder / "checkpoints" / "rl", read_only=True).restore_params(like)
 
 
@@ -68,7 +69,10 @@ def assert_same_but_for_rounding(array, expected):
     np.testing.assert_allclose(array, expected, rtol=1e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize(("count", "found"), [(2, by_open_mpi), (4, by_slurm)])
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [(2, by_open_mpi), pytest.param(4, by_slurm, marks=pytest.mark.exhaustive)],  # the same, with fewer devices each
+)
 def test_processes_do_together_what_one_does_alone(count, found, alone, parameters, tmp_path):
     """Samples, scores, losses, gradients: all that is logged, and the parameters. Sums may round otherwise."""
     finish(start(tmp_path / "run", count, found=found))
@@ -111,7 +115,10 @@ def test_when_one_dies_the_others_end_in_time_and_say_so(tmp_path):
     assert any(word in said for word in ("heartbeat", "Connection closed by peer", "unhealthy", "died")), said[-3000:]
 
 
-@pytest.mark.parametrize(("asked", "phase"), [((0,), "rl"), ((0, 1), "warmup")])
+@pytest.mark.parametrize(
+    ("asked", "phase"),
+    [((0,), "rl"), pytest.param((0, 1), "warmup", marks=pytest.mark.exhaustive)],  # at the very end of a phase
+)
 def test_sigterm_to_some_stops_all_after_the_same_step(asked, phase, tmp_path):
     """Also where it comes with the last step of a phase, after which steps are counted from 1 again."""
     folder = tmp_path / "run"
@@ -140,14 +147,19 @@ def test_processes_with_different_options_are_told_and_none_waits(tmp_path):
         return [*flags, *own[i]], told
 
     common = ("--smoke", "--run-dir", str(tmp_path / "run"))
-    for code, said in list(outcomes(start_together(EXPERIMENTS / "grpo.py", *common, count=2, found=found))):
+    for code, said in list(outcomes(start_together(EXPERIMENTS / "ladder" / "grpo.py", *common, count=2, found=found))):
         assert code == 2, said
         assert "mesh is 'data=8' in process 0 and 'fsdp=8' in process 1; seed is '0' in process 0" in said
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("where", "process"), [(w, p) for w in ("prepare", "scorer", "interrupt") for p in (0, 1)] + [("bug", 1)]
+    ("where", "process"),
+    [
+        *(("prepare", 0), ("prepare", 1), ("scorer", 1), ("interrupt", 1), ("bug", 1)),
+        # The process that writes, which ends in the same way.
+        *(pytest.param(where, 0, marks=pytest.mark.exhaustive) for where in ("scorer", "interrupt")),
+    ],
 )
 def test_what_one_process_alone_meets_ends_all_in_time(where, process, tmp_path):
     def found(*of_process):
@@ -165,7 +177,7 @@ def test_what_one_process_alone_meets_ends_all_in_time(where, process, tmp_path)
         assert "KeyboardInterrupt" in ended[process][1]
     else:
         assert all(code for code, _ in ended), ended
-        assert "scorer 'task' failed" in ended[process][1] and "no compiler" in ended[process][1]
+        assert "scorer 'own_scorers:wrong_in_one' failed" in ended[process][1] and "no compiler" in ended[process][1]
 
 
 @pytest.mark.parametrize(
@@ -203,13 +215,13 @@ def test_one_process_has_all_rows():
 
 
 def test_the_pod_launcher_prints_what_it_would_do():
-    options = ("--name", "my pod", "--zone", "z", "--project", "p")
-    result = launch(ROOT / "tools" / "launch_pod.py", *options, "--", "python", "experiments/grpo.py", "--seed", "1")
+    options, grpo = ("--name", "my pod", "--zone", "z", "--project", "p"), "experiments/ladder/grpo.py"
+    result = launch(ROOT / "tools" / "launch_pod.py", *options, "--", "python", grpo, "--seed", "1")
     assert result.returncode == 0, result.stderr
     line = shlex.split(result.stdout)
     assert line[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "my pod"]
     assert line[6:-2] == ["--zone", "z", "--project", "p", "--worker=all"]
-    assert line[-1].endswith("&& python experiments/grpo.py --seed 1 --distributed")
+    assert line[-1].endswith("&& python experiments/ladder/grpo.py --seed 1 --distributed")
     result = launch(ROOT / "tools" / "launch_pod.py", *options, "--directory", "~/a b", "--", "python", "x.py")
     assert shlex.split(result.stdout)[-1].startswith("cd ~/'a b' && ")
     result = launch(ROOT / "tools" / "launch_pod.py", "--name", "", "--zone", "z", "--", "python", "x.py")

@@ -11,7 +11,7 @@ import pytest
 from jaxpg import algorithms
 from jaxpg.algorithms import exact
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "studies"
 sys.path.insert(0, str(EXPERIMENTS))
 import estimator_lab  # noqa: E402
 

@@ -268,7 +268,7 @@ def test_step_level_estimators():
 
 
 def with_segments(algorithm, ids):
-    """Over actions of several tokens, summed and without a wall or a normaliser."""
+    """Over actions of several tokens, summed and without a clip bound or a normaliser."""
 
     def loss(log_probs, batch):
         return algorithm.loss(log_probs, dataclasses.replace(batch, segments=ids(batch.action_mask)))

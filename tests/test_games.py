@@ -3,19 +3,22 @@
 import functools
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launching import EXPERIMENTS, load
 
-from jaxpg import algorithms, games
-from jaxpg.run import metrics
+from jaxpg import algorithms
+from jaxpg.run import read
+from jaxpg.run.checkpoint import Checkpointer
+from jaxpg.types import Weighted
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-import games as experiment  # noqa: E402
+sys.path.insert(0, str(EXPERIMENTS / "games"))
+import game as games
+
+experiment = load(EXPERIMENTS / "games" / "train.py", "games_train")
 
 GOAL, LIMIT = 3, 4
 
@@ -69,7 +72,7 @@ def test_copies_start_anew_and_show_it():
     np.testing.assert_array_equal(envs.returns, [1, 5])
     np.testing.assert_array_equal(envs.lengths, [1, 2])
     later = jax.jit(lambda envs, key: games.play(always(0, 1), envs, key, game=WALK, steps=1)[1].episode_return)
-    assert later(envs, jax.random.key(2)) == games.Weighted(9, 1)
+    assert later(envs, jax.random.key(2)) == Weighted(9, 1)
 
 
 def test_truncation_bootstraps_from_the_state_before_the_reset_and_termination_from_nothing():
@@ -84,9 +87,9 @@ def test_truncation_bootstraps_from_the_state_before_the_reset_and_termination_f
     critic = algorithms.actor_critic_gae(discount=0.5, lambda_=1.0)
     still = [1.875 + 40 / 16, 1.75 + 40 / 8, 1.5 + 40 / 4, 1 + 40 / 2, 1 + 10 / 2]
     walking = [4.5, 5, 4, 3.5 + 22 / 4, 3 + 22 / 2]
-    np.testing.assert_allclose(critic.targets(e)[:, 1:], [still, walking])
+    np.testing.assert_allclose(critic.critic.targets(e)[:, 1:], [still, walking])
     one = algorithms.actor_critic(n=1, discount=0.5)
-    np.testing.assert_allclose(one.targets(e)[:, 1:], [[6, 11, 16, 21, 6], [7.5, 14, 4, 7.5, 14]])
+    np.testing.assert_allclose(one.critic.targets(e)[:, 1:], [[6, 11, 16, 21, 6], [7.5, 14, 4, 7.5, 14]])
 
 
 def test_every_episode_is_evaluated_to_its_end_and_no_further():
@@ -149,23 +152,63 @@ def test_gymnax_missing_is_named(monkeypatch):
         games.from_gymnax("CartPole-v1")
 
 
+def train(folder, algorithm, **more):
+    config = experiment.Config(algorithm=algorithm, smoke=True, run_dir=folder, **more)
+    setup = experiment.prepare(config)
+    experiment.train(setup)
+    return setup
+
+
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("algorithm", ["actor_critic", "a3c", "trpo", "ppo"])
 def test_smoke_gets_better_on_eight_devices(algorithm, cartpole, tmp_path, capsys, monkeypatch):
-    traces, play = [], games.play  # one a trace of the whole run
+    traces, play = [], games.play  # one a trace of a step of the run
     monkeypatch.setattr(games, "play", lambda *args, **options: traces.append(None) or play(*args, **options))
-    config = experiment.Config(algorithm=algorithm, smoke=True, run_dir=tmp_path / "run")
-    run = experiment.prepare(config)
-    assert run.mesh.size == 8
-    experiment.train(run)
+    setup = train(tmp_path / "run", algorithm)
+    assert setup.mesh.size == 8
     assert 1 <= len(traces) <= 2  # a scan may trace its body again, but not once for each of its iterations
-    summary = json.loads((config.run_dir / "summary.json").read_text())
-    rows = metrics.read_jsonl(config.run_dir / "metrics.jsonl")
-    assert len(rows) == run.iterations
-    assert rows[-1]["env_steps"] == summary["env_steps"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    rows, evaluations = read.phases(tmp_path / "run", ("iteration", "evaluation"))
+    assert [row["step"] for row in rows] == list(range(1, setup.steps * setup.chunk + 1))
+    assert rows[-1]["env_steps"] == summary["env_steps"] >= experiment.SMOKE_STEPS
+    assert [row["step"] for row in evaluations] == [0, setup.steps]
+    assert summary["mean_return"] == evaluations[-1]["mean_return"] > evaluations[0]["mean_return"]
     scores = [row["return"] for row in rows if "return" in row]
     before, after = np.mean(scores[: len(scores) // 5]), np.mean(scores[-len(scores) // 5 :])
     assert after > 1.25 * before
     assert "steps/s" in capsys.readouterr().out
+
+
+def left_behind(folder):
+    """What a run logged, less the clocks, and the fingerprints of its last checkpoint."""
+    rows = [row for phase in read.phases(folder, ("iteration", "train", "evaluation")) for row in phase]
+    last = Checkpointer(folder / "checkpoints" / "train", read_only=True).latest
+    saved = next((folder / "checkpoints" / "train" / str(last) / "record").glob("metadata*"))
+    return (
+        [{name: value for name, value in row.items() if "seconds" not in name} for row in rows],
+        json.loads(saved.read_text())["fingerprints"],
+    )
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_run_that_stopped_ends_as_one_that_did_not(cartpole, tmp_path):
+    """Between two checkpoints, with the copies in the midst of their episodes."""
+    train(tmp_path / "whole", "actor_critic")
+    train(tmp_path / "parts", "actor_critic", stop_after=5, checkpoint_every=3)
+    assert not (tmp_path / "parts" / "summary.json").exists()
+    train(tmp_path / "parts", "actor_critic", resume=True)
+    rows, arrays = left_behind(tmp_path / "parts")
+    assert (rows, arrays) == left_behind(tmp_path / "whole")
+    assert any("lengths" in name for name in arrays) and len(rows) > 30
+    for name in ("mean_return", "env_steps"):
+        told = [json.loads((tmp_path / run / "summary.json").read_text())[name] for run in ("parts", "whole")]
+        assert told[0] == told[1]
+
+
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(cartpole, tmp_path, capsys):
+    train(tmp_path / "run", "ppo", dry_run=True)
+    assert "7 × 1" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

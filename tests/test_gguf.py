@@ -10,6 +10,8 @@ from transformers import AutoConfig
 
 from jaxpg.models import gguf_file
 from jaxpg.models.gguf import GGUFSource
+from jaxpg.models.gguf_tokenizer import stop_tokens
+from jaxpg.models.hf.load import read_config
 
 
 def test_llama_is_read_as_it_was_before_the_conversion(tmp_path):
@@ -105,6 +107,33 @@ def test_experts_are_unstacked(tmp_path):
     source = GGUFSource(tmp_path / "m.gguf")
     np.testing.assert_array_equal(source.read("model.layers.0.mlp.experts.2.up_proj.weight"), experts[2])
     assert source.config["num_experts"] == 3 and source.config["moe_intermediate_size"] == 16
+
+
+def stops(path, architecture="llama", **ids) -> tuple[int, ...]:
+    """The stop tokens of a file that names these ids, e.g. eot=1."""
+
+    def more(writer):
+        for role, number in ids.items():
+            writer.add_uint32(f"tokenizer.ggml.{role}_token_id", number)
+
+    write(path, architecture, more=more)
+    return read_config(GGUFSource(path), name="it").stop_tokens
+
+
+def test_every_token_that_ends_a_reply_is_a_stop_token(tmp_path):
+    path = tmp_path / "m.gguf"  # whose eos is <|im_end|>, 2, or of Gemma <eos>, 1
+    assert stops(path) == (2,), "the end of a turn is its eos"
+    assert stops(path, eot=0) == (2, 0)
+    assert stops(path, eot=0, eom=7) == (2, 0, 7)
+    assert stops(path, "gemma3") == (1,), "no token is known as the end of a turn"
+    assert stops(path, "gemma3", eot=9) == (1, 9)
+
+
+def test_the_end_of_a_turn_is_known_by_its_text_where_no_id_names_it():
+    metadata = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.tokens": ["a", "<eos>", "<end_of_turn>"]}
+    assert stop_tokens(metadata | {"tokenizer.ggml.token_type": [1, 3, 3]}) == [1, 2]
+    assert stop_tokens(metadata | {"tokenizer.ggml.token_type": [1, 3, 1]}) == [1], "text that a user may write"
+    assert stop_tokens({}) == []
 
 
 def llama3_factors(factor: float) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg.algorithms.algorithm import Algorithm, make_loss_fn
+from jaxpg.algorithms.algorithm import Algorithm, Critic, make_loss_fn
 from jaxpg.estimators import aggregate, logprobs, losses, preference, value_losses
 from jaxpg.models import Config, Model, heads
 from jaxpg.training import train_state
@@ -28,7 +28,9 @@ def algorithm(policy_coef=1.0, value_coef=1.0):
         advantage=None,
         loss=lambda log_probs, batch: (policy_coef * losses.reinforce(log_probs, batch.advantages)[0], {}),
         aggregate=aggregate.token_mean,
-        value_loss=lambda values, batch: value_coef * value_losses.squared(values, batch.returns),
+        critic=Critic(
+            targets=None, loss=lambda values, batch: value_losses.squared(values, batch.returns), coef=value_coef
+        ),
     )
 
 

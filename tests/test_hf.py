@@ -14,7 +14,10 @@ from jaxpg.data.tokenizers import characters
 from jaxpg.models import Config, Model, RopeScaling, hf
 from jaxpg.models.hf import names
 from jaxpg.models.hf.config import from_dict, to_hf
+from jaxpg.models.hf.declared import system_prompt
+from jaxpg.models.hf.load import open_source
 from jaxpg.parallel import sharding
+from jaxpg.sampling import Sampling
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())
@@ -258,3 +261,65 @@ def test_unknown_rope_scaling_is_refused(kind):
     }
     with pytest.raises(ValueError, match=f"rope_type='{kind}' is not supported|rope"):
         from_dict(fields, name="x")
+
+
+CHAT = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}\n{% endfor %}"
+TEMPLATES = {
+    "silent": (CHAT, None),
+    "with a default": ("{% if messages[0]['role'] != 'system' %}<s>Be kind.\n{% endif %}" + CHAT, "Be kind."),
+    "with an empty system": ("{% if messages[0]['role'] != 'system' %}<s>\n{% endif %}" + CHAT, None),
+    "without a system": (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}x" + CHAT,
+        None,
+    ),
+    "deaf to a system": ("Be kind.{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}", None),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_the_system_prompt_that_a_template_writes_by_itself_is_found(kind):
+    tokenizer = characters("abc")
+    tokenizer.chat_template, expected = TEMPLATES[kind]
+    assert system_prompt(tokenizer) == expected
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """A small checkpoint that declares all that one can."""
+    tokenizer = characters("0123456789+=")
+    tokenizer.chat_template = TEMPLATES["with a default"][0]
+    config = Config(**(vars(SMALL) | {"vocab_size": len(tokenizer), "stop_tokens": (5, 3)}))
+    generation = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1, "bos_token_id": 2}
+    folder = tmp_path_factory.mktemp("model") / "spoken"
+    hf.save(folder, config, Model(config).init(jax.random.key(0)), tokenizer, generation=generation)
+    return folder
+
+
+def test_all_that_a_checkpoint_declares_is_listed_with_what_a_run_makes_of_it(spoken):
+    config, _, tokenizer = hf.load(spoken)
+    found = hf.declared(spoken, config, tokenizer)
+    assert {name: one.value for name, one in found.items()} == {
+        "stop tokens": (5, 3, 1),
+        "pad token": 0,
+        "bos token": 2,
+        "context length": 64,
+        "chat template": tokenizer.chat_template,
+        "system prompt": "Be kind.",
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+    }
+    assert found == hf.declared(open_source(spoken), config, tokenizer)
+    assert all(one.use.startswith(("used", "not used: ")) for one in found.values())
+    assert found["stop tokens"].value == Sampling.for_model(config, tokenizer).stop_tokens
+    assert Sampling.for_model(config, tokenizer).temperature == 1.0, "the declared one is not used"
+
+
+def test_what_a_checkpoint_is_silent_about_is_none():
+    config, _, tokenizer = hf.load(FIXTURES / "llama2")
+    found = hf.declared(FIXTURES / "llama2", config, tokenizer)
+    assert tokenizer is None
+    silent = {"chat template", "system prompt", "temperature", "top_p", "top_k", "repetition_penalty"}
+    assert silent <= {name for name, one in found.items() if one.value is None}
+    assert found["context length"].value == config.max_length

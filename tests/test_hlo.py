@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from launching import ROOT, load
 
-from jaxpg import hlo
 from jaxpg.parallel import sharding
 
+hlo = load(ROOT / "tools" / "hlo.py")
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 

@@ -120,6 +120,7 @@ CASES = {
     "kl.double_or_halve": Case(kl.double_or_halve, {"low": 0.5, "high": 1.0}),
     "kl.proportional": Case(kl.proportional, {"target": 1.0, "horizon": 10, "batch": 2}),
     "ratios.log_ratio": Case(ratios.log_ratio),
+    "ratios.bounded": Case(ratios.bounded),
     "ratios.token": Case(ratios.token),
     "ratios.segment_product": Case(ratios.segment_product),
     "ratios.segment_mean": Case(ratios.segment_mean),

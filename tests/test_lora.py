@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxpg.algorithms.algorithm import Algorithm, make_loss_fn
+from jaxpg.algorithms.algorithm import Algorithm, Critic, make_loss_fn
 from jaxpg.estimators import aggregate, logprobs, losses, value_losses
 from jaxpg.models import Config, Model, heads, hf, lora, num_parameters
 from jaxpg.parallel import sharding
@@ -36,7 +36,7 @@ ALGORITHM = Algorithm(
     advantage=None,
     loss=lambda log_probs, batch: losses.reinforce(log_probs, batch.advantages),
     aggregate=aggregate.token_mean,
-    value_loss=lambda values, batch: value_losses.squared(values, batch.returns),
+    critic=Critic(None, lambda values, batch: value_losses.squared(values, batch.returns), coef=1.0),
 )
 BATCH = Batch(
     tokens=TOKENS,
@@ -314,15 +314,15 @@ def test_what_does_not_fit_is_named(tmp_path):
         UPDATE(state, BATCH)
 
 
-def test_readme_code_runs(tmp_path):
-    """The section on checkpoints, with a small model in place of the one it names."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    blocks = re.findall(r"```py\n(.*?)```", readme, flags=re.DOTALL)
+def test_the_guide_on_checkpoints_runs(tmp_path):
+    """With a small model in place of the one that it names."""
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    blocks = re.findall(r"```py\n(.*?)```", guide, flags=re.DOTALL)
     assert blocks
     code = "\n".join(blocks).replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(FIXTURES / "smollm2"))
     code = code.replace('"runs/', f'"{tmp_path}/')
     names = {}
-    exec(compile(code, "README.md", "exec"), names)  # our own text, not a model's
+    exec(compile(code, "guide.md", "exec"), names)  # our own text, not a model's
     config, params, _ = hf.load(tmp_path / "my-model")
     tokens = jnp.arange(6)[None]
     mask = jnp.ones_like(tokens, bool)

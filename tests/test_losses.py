@@ -60,13 +60,13 @@ def token_loss(function, ratio, advantage):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "low", "high"),
     [
-        # above the upper wall: rising A is stopped, falling A is not
+        # above the upper clip bound: rising A is stopped, falling A is not
         (2.0, 1.0, -1.3, 0.0, False, True),
         (2.0, -1.0, 2.0, 2.0, False, False),
-        # below the lower wall: falling A is stopped, rising A is not
+        # below the lower clip bound: falling A is stopped, rising A is not
         (0.5, 1.0, -0.5, -0.5, False, False),
         (0.5, -1.0, 0.8, 0.0, True, False),
-        # between the walls
+        # between the clip bounds
         (1.25, 2.0, -2.5, -2.5, False, False),
         (0.85, -2.0, 1.7, 1.7, False, False),
         # no advantage, no gradient for a clip to take away
@@ -188,11 +188,11 @@ def test_losses_of_responses_with_one_token_are_ppo(sign):
             {"clip_low": 1 - np.exp(-0.3), "clip_high": np.exp(0.2) - 1},
         ),
     ]
-    for function, walls in pairs:
+    for function, clips in pairs:
         for got, expected in zip(
             jax.tree.leaves(jax.value_and_grad(lambda lp, f=function: jnp.sum(f(lp)[0]))(log_probs)),
             jax.tree.leaves(
-                jax.value_and_grad(lambda lp, w=walls: jnp.sum(losses.ppo_clip(lp, old, advantages, **w)[0]))(log_probs)
+                jax.value_and_grad(lambda lp, c=clips: jnp.sum(losses.ppo_clip(lp, old, advantages, **c)[0]))(log_probs)
             ),
             strict=True,
         ):
@@ -226,9 +226,9 @@ def test_gmpo_clips_tokens_before_the_mean():
         loss, aux = losses.gmpo(d, jnp.zeros((1, 3)), jnp.full((1, 1), advantage), mask)
         return jnp.mean(loss), aux
 
-    for advantage, walled, index in ((1.0, [0.4, 0.1, -0.9], 0), (-1.0, [0.9, 0.1, -0.4], 2)):
+    for advantage, clipped, index in ((1.0, [0.4, 0.1, -0.9], 0), (-1.0, [0.9, 0.1, -0.4], 2)):
         (loss, aux), gradient = jax.value_and_grad(objective, has_aux=True)(d, advantage)
-        ratio = np.exp(np.mean(walled))
+        ratio = np.exp(np.mean(clipped))
         np.testing.assert_allclose(loss, -advantage * ratio, rtol=1e-6)
         expected = np.full(3, -advantage * ratio / 3)
         expected[index] = 0.0

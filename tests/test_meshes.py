@@ -7,15 +7,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpg import algorithms, ladder
+from jaxpg import algorithms
 from jaxpg.models import Config, Model, lora
 from jaxpg.parallel import sharding
-from jaxpg.sampling import sample
+from jaxpg.rollout import policies
+from jaxpg.sampling import Sampling, sample
 from jaxpg.training import train_state
 from jaxpg.training.update import adamw, make_update
 from jaxpg.types import Batch
 
-MESHES = ("data=8", "data=2,fsdp=4", "data=2,fsdp=2,tensor=2", "tensor=8")
+MESHES = ("data=8", "data=2,fsdp=4", "tensor=8")
 ROWS, LENGTH, VOCABULARY = 16, 12, 32
 
 
@@ -43,20 +44,21 @@ def make_batch():
 
 def actor():
     model = make_model()
-    return model.init(jax.random.key(0)), algorithms.grpo(), ladder.actor(model, temperature=1.0), None
+    return model.init(jax.random.key(0)), algorithms.grpo(), policies.actor(model, Sampling()), None
 
 
 def adapters():
     model = make_model()
     params = lora.attach(model.init(jax.random.key(0)), lora.init(jax.random.key(1), model.config, rank=4))
     params = jax.tree.map(lambda x: x + 0.01, params)  # b is 0 at first, and with it the gradient of a
-    return params, algorithms.dr_grpo(max_new_tokens=LENGTH), ladder.actor(model, temperature=1.0), lora.is_adapter
+    return params, algorithms.dr_grpo(max_new_tokens=LENGTH), policies.actor(model, Sampling()), lora.is_adapter
 
 
 def critic():
     model = make_model()
-    params = ladder.with_critic(model, model.init(jax.random.key(0)), jax.random.key(1))
-    return params, algorithms.ppo(), ladder.actor_critic(model, temperature=1.0), None
+    params = model.init(jax.random.key(0))
+    params = {"actor": params, "critic": policies.init_critic(jax.random.key(1), model, params, kind="copy")}
+    return params, algorithms.ppo(), policies.actor_critic(model, Sampling()), None
 
 
 def one_step(spec, build):
@@ -79,11 +81,16 @@ def one_step(spec, build):
 
 
 @pytest.mark.parametrize("build", [actor, adapters, critic])
-def test_loss_and_gradient_are_those_of_one_device(build, capfd):
+@pytest.mark.parametrize(
+    "specs",
+    [("data=2,fsdp=2,tensor=2",), pytest.param(MESHES, marks=pytest.mark.exhaustive)],  # all axes at once, and the rest
+    ids=["mixed", "rest"],
+)
+def test_loss_and_gradient_are_those_of_one_device(build, specs, capfd):
     loss, gradient = one_step("data=1", build)
     largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(gradient))
     assert largest > 1e-3
-    for spec in MESHES:
+    for spec in specs:
         found, there = one_step(spec, build)
         np.testing.assert_allclose(found, loss, rtol=1e-5, err_msg=spec)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest), there, gradient)
@@ -91,7 +98,12 @@ def test_loss_and_gradient_are_those_of_one_device(build, capfd):
 
 
 @pytest.mark.parametrize(
-    ("unroll", "specs"), [(True, (*MESHES[1:], "fsdp=4,tensor=2")), (False, ("data=2,fsdp=2,tensor=2",))]
+    ("unroll", "specs"),
+    [
+        (True, ("data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2")),
+        pytest.param(True, MESHES[1:], marks=pytest.mark.exhaustive),
+        pytest.param(False, ("data=2,fsdp=2,tensor=2",), marks=pytest.mark.exhaustive),  # the default on accelerators
+    ],
 )
 def test_samples_are_those_of_one_device(unroll, specs, key):
     """XLA's partitioner may trip over unrolled layers, the default on CPUs, where it does not over scanned ones."""
@@ -134,7 +146,7 @@ def peak_memory(spec):
     state = jax.eval_shape(lambda: train_state.init(model.init(jax.random.key(0)), optimizer, jax.random.key(0)))
     places = sharding.shardings(mesh, state)
     state = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
-    update = make_update(algorithms.make_loss_fn(algorithms.grpo(), ladder.actor(model, temperature=1.0)), optimizer)
+    update = make_update(algorithms.make_loss_fn(algorithms.grpo(), policies.actor(model, Sampling())), optimizer)
     with jax.set_mesh(mesh):
         step = jax.jit(update, donate_argnums=0, out_shardings=(places, sharding.replicated(mesh)))
         found = step.lower(state, sharding.put_rows(mesh, make_batch())).compile().memory_analysis()

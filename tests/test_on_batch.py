@@ -18,10 +18,10 @@ from jaxpg.types import Batch
 MADE_OF_GRPO = {"with_truncated_importance", "with_icepop"}
 
 
-def documented(words):
-    """The algorithms that the module's docstring names after these words."""
-    text = named.__doc__.split(words)[1]
-    return set(re.findall(r"`(\w+)`", re.split(r";|\n  \S", text)[0]))
+def documented():
+    """The table of the module's docstring: algorithm -> (what has an advantage, what has a ratio)."""
+    rows = re.findall(r"^  (`.*`) +(\w+) +(\w+)$", named.__doc__, flags=re.MULTILINE)
+    return {name: (credited, ratio) for names, credited, ratio in rows for name in re.findall(r"`(\w+)`", names)}
 
 
 def in_pairs(experience):
@@ -38,26 +38,46 @@ def reads(function, segments):
     return any(variable is jaxpr.invars[0] for equation in jaxpr.eqns for variable in equation.invars)
 
 
-def test_the_docstring_says_who_reads_segments():
+def segment_or(unit, function, ids):
+    return "segment" if reads(function, ids) else unit
+
+
+def advantage_of(algorithm, experience):
+    """What has an advantage of its own: the response, the token, or the segment where there are any."""
+    one_a_response = jax.eval_shape(algorithm.advantage, experience).shape == experience.rewards.shape
+
+    def advantage(ids):
+        return algorithm.advantage(dataclasses.replace(experience, segments=ids))
+
+    return segment_or("response" if one_a_response else "token", advantage, experience.segments)
+
+
+def ratio_of(algorithm, experience):
+    """What has a ratio of its own; "none" for a loss that does not compare the policy with that of the rollout."""
+    batch = dataclasses.replace(to_batch(algorithm, experience), kl_coef=jnp.ones(len(experience.rollout.tokens)))
+
+    def loss(ids):
+        return algorithm.loss(batch.log_probs, dataclasses.replace(batch, segments=ids))
+
+    def aux(log_probs):
+        return algorithm.loss(log_probs, batch)[1]
+
+    if "ratio" not in aux(batch.log_probs):
+        return "none"
+    row = int(np.argmax(batch.action_mask.sum(-1)))
+    moved = batch.log_probs.at[row, 1].add(0.01)  # the first action of the longest response
+    changed = int(jnp.sum(aux(moved)["ratio"][row] != aux(batch.log_probs)["ratio"][row]))
+    return segment_or("token" if changed == 1 else "response", loss, batch.segments)
+
+
+def test_the_table_says_what_has_an_advantage_and_what_has_a_ratio():
     experience = in_pairs(make_experience())
-    read_by_advantage, read_by_loss = set(), set()
-    for name, algorithm in ALGORITHMS.items():
-        batch = jax.eval_shape(partial(to_batch, algorithm), experience)
-        batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), batch)
-        batch = dataclasses.replace(batch, kl_coef=jnp.ones(len(batch.tokens)))
-
-        def advantage(ids, algorithm=algorithm):
-            return algorithm.advantage(dataclasses.replace(experience, segments=ids))
-
-        def loss(ids, algorithm=algorithm, batch=batch):
-            return algorithm.loss(batch.log_probs, dataclasses.replace(batch, segments=ids))
-
-        if reads(advantage, experience.segments):
-            read_by_advantage.add(name)
-        if reads(loss, experience.segments):
-            read_by_loss.add(name)
-    assert read_by_advantage == documented("advantages of segments:")
-    assert read_by_loss - MADE_OF_GRPO == documented("one ratio and clip for each segment:")
+    found = {
+        name: (advantage_of(algorithm, experience), ratio_of(algorithm, experience))
+        for name, algorithm in ALGORITHMS.items()
+        if name not in MADE_OF_GRPO
+    }
+    assert found == documented()
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])

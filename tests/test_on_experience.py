@@ -20,8 +20,8 @@ NEEDS = {
     "ppo_penalty": {"values"},
     "ppo": {"values"},
     "rlhf": {"values", "ref_log_probs", "kl_coef"},
-    "reinforce_pp": {"ref_log_probs", "kl_coef"},  # one without the other
-    "reinforce_pp_baseline": {"ref_log_probs"},  # its kl_coef is not 0 here
+    "reinforce_pp": {"ref_log_probs", "kl_coef"},
+    "reinforce_pp_baseline": {"ref_log_probs"},
     "grpo": {"ref_log_probs"},
     "gdpo": {"scores"},
     "with_truncated_importance": {"trainer_log_probs"},
@@ -66,15 +66,18 @@ def test_a_missing_field_of_the_batch_is_named(name):
             assert str(error).startswith(f"{field} is None in the Batch: ")
             missed.add(field)
     assert ("advantages" in missed) == (name != "supervised")
-    assert ("kl_coef" in missed) == (name == "ppo_penalty")
-    assert ("returns" in missed) == (ALGORITHMS[name].value_loss is not None)
+    assert "kl_coef" not in missed, "the algorithm's own stands in for it"
+    assert ("returns" in missed) == (ALGORITHMS[name].critic is not None)
 
 
-def test_reinforce_pp_needs_no_reference_but_a_whole_one():
+@pytest.mark.parametrize("make", [algorithms.grpo, algorithms.reinforce_pp, algorithms.reinforce_pp_baseline])
+def test_an_algorithm_without_a_kl_needs_no_reference(make):
     neither = dataclasses.replace(make_experience(), ref_log_probs=None, kl_coef=None)
-    assert np.isfinite(to_batch(algorithms.reinforce_pp(), neither).advantages).all()
-    with pytest.raises(ValueError, match="kl_coef is None"):
-        with_kl_in_reward(neither)
+    with_reference = make_loss_fn(make(), policy)(make_params(), to_batch(make(), make_experience()))
+    without = make_loss_fn(make(), policy)(make_params(), to_batch(make(), neither))
+    jax.tree.map(np.testing.assert_array_equal, without, with_reference)
+    with pytest.raises(ValueError, match=r"(ref_log_probs|kl_coef) is None"):
+        make_loss_fn(make(kl_coef=0.1), policy)(make_params(), to_batch(make(kl_coef=0.1), neither))
 
 
 @pytest.mark.parametrize("name", ["rlhf", "reinforce_pp"])
@@ -110,7 +113,7 @@ def test_a_sample_without_a_score_has_no_gradient(name):
     valid = experience.valid.at[1, 2].set(False)
     rows = np.arange(PROMPTS * GROUP) == 1 * GROUP + 2
     batch = batch_of(name, dataclasses.replace(experience, valid=valid))
-    # At the old policy, where no wall stops a gradient.
+    # At the old policy, where no clip bound stops a gradient.
     slope = np.asarray(jax.grad(lambda x: ALGORITHMS[name].loss(x, batch)[0].sum())(batch.log_probs))
     np.testing.assert_array_equal(slope[rows], 0.0)
     assert np.abs(slope[~rows]).max() > 1e-4

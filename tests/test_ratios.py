@@ -9,7 +9,9 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpg.estimators import ratios, segments
+from jaxpg.algorithms import on_batch
+from jaxpg.estimators import kl, losses, ratios, segments
+from jaxpg.types import Batch
 
 D = jnp.array([[0.1, -0.2, 0.3, 0.7], [0.5, -0.5, 0.2, 0.4]])
 OLD = jnp.array([[-1.0, -2.0, -3.0, -4.0], [-0.5, -1.5, -0.25, -1.0]])
@@ -130,6 +132,104 @@ def test_leading_axes_are_free(name):
 def test_errors_name_argument_value_and_remedy(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# ---- The bound -------------------------------------------------------------------------------------------------------
+
+LOG_PROB = -1.0  # of the one token below
+ONE, FIRST = jnp.ones((1, 1), bool), jnp.zeros((1, 1), int)
+UP, DOWN = jnp.full((1, 1), 2.0), jnp.full((1, 1), -2.0)
+
+
+def by_segment(lp, old):
+    batch = Batch(FIRST, ONE, ONE, log_probs=old, advantages=DOWN)
+    return on_batch.by_segment(losses.surrogate, lp, batch, FIRST)[0]
+
+
+def sapo(d):
+    return 4 / 1.05 * jax.nn.sigmoid(1.05 * (jnp.exp(d) - 1)) * 2
+
+
+# Each function of one token's log-probs, and the same of its log-ratio d without a bound.
+BOUNDED = {
+    "log_ratio": (ratios.log_ratio, lambda d: d),
+    "token": (ratios.token, jnp.exp),
+    "segment_product": (lambda lp, old: ratios.segment_product(lp, old, FIRST, ONE), jnp.exp),
+    "segment_mean": (lambda lp, old: ratios.segment_mean(lp, old, FIRST, ONE), jnp.exp),
+    "surrogate": (lambda lp, old: losses.surrogate(lp, old, DOWN)[0], lambda d: 2 * jnp.exp(d)),
+    "ppo_clip": (lambda lp, old: losses.ppo_clip(lp, old, DOWN)[0], lambda d: 2 * jnp.maximum(jnp.exp(d), 0.8)),
+    "ppo_clip:up": (lambda lp, old: losses.ppo_clip(lp, old, UP)[0], lambda d: -2 * jnp.minimum(jnp.exp(d), 1.2)),
+    "ppo_clip:dual": (
+        lambda lp, old: losses.ppo_clip(lp, old, DOWN, dual_clip=3.0)[0],
+        lambda d: 2 * jnp.clip(jnp.exp(d), 0.8, 3.0),
+    ),
+    "gspo": (
+        lambda lp, old: losses.gspo(lp, old, DOWN, ONE, clip_low=0.2)[0],
+        lambda d: 2 * jnp.maximum(jnp.exp(d), 0.8),
+    ),
+    "gspo:steps": (
+        lambda lp, old: losses.gspo(lp, old, DOWN, ONE, clip_low=0.2, segments=FIRST)[0],
+        lambda d: 2 * jnp.maximum(jnp.exp(d), 0.8),
+    ),
+    "gmpo": (lambda lp, old: losses.gmpo(lp, old, DOWN, ONE)[0], lambda d: 2 * jnp.exp(jnp.maximum(d, -0.4))),
+    "sapo": (lambda lp, old: losses.sapo(lp, old, DOWN)[0], sapo),
+    "by_segment": (by_segment, lambda d: 2 * jnp.exp(d)),
+    "k1": (kl.k1, lambda d: d),
+    "k2": (kl.k2, lambda d: d**2 / 2),
+    "k3": (kl.k3, lambda d: jnp.expm1(-d) + d),
+    "k3:clamp": (lambda lp, old: kl.k3(lp, old, clamp=(30.0, 1e12)), lambda d: jnp.expm1(-d) + d),
+}
+# Weights: they carry no gradient at any log-ratio.
+WEIGHTS = {
+    "truncated": (lambda lp, old: ratios.truncated(lp, old, cap=1e12), jnp.exp),
+    "banded": (lambda lp, old: ratios.banded(lp, old, low=0.0, high=1e12), jnp.exp),
+    # Its gradient is the weight's: −w·A, through log π alone.
+    "cispo": (
+        lambda lp, old: losses.cispo(lp, old, DOWN, clip_high=1e12)[0] / jax.lax.stop_gradient(lp),
+        lambda d: 2 * jnp.exp(d),
+    ),
+}
+
+
+def at_log_ratio(function, d):
+    """Value and derivative by log π of a function of one token at a log-ratio."""
+    old = jnp.full((1, 1), LOG_PROB - d, jnp.float32)
+    value, slope = jax.value_and_grad(lambda lp: function(lp, old)[0, 0])(jnp.full((1, 1), LOG_PROB))
+    return float(value), float(slope[0, 0])
+
+
+@pytest.mark.parametrize("d", [200.0, -200.0, 20.5, -20.5, np.inf, 19.0, -19.0, 0.125])
+@pytest.mark.parametrize("name", BOUNDED | WEIGHTS)
+def test_past_the_bound_the_value_is_that_at_the_bound_and_the_gradient_is_zero(name, d):
+    function, unbounded = (BOUNDED | WEIGHTS)[name]
+    value, slope = at_log_ratio(function, d)
+    at_bound = float(np.clip(d, -20.0, 20.0))
+    expected = unbounded(jnp.float32(at_bound))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    if name == "cispo":
+        np.testing.assert_allclose(slope, expected / LOG_PROB, rtol=1e-5)
+    elif name in WEIGHTS or d != at_bound:
+        assert slope == 0
+    else:
+        np.testing.assert_allclose(slope, jax.grad(unbounded)(jnp.float32(d)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BOUNDED | WEIGHTS)
+def test_a_log_ratio_that_is_nan_stays_visible(name):
+    assert np.isnan(at_log_ratio((BOUNDED | WEIGHTS)[name][0], np.nan)[0])
+
+
+def test_sums_of_log_ratios_are_bounded_once_more():
+    d, whole = jnp.full((1, 3), 15.0), jnp.zeros((1, 3), int)
+    full = jnp.ones((1, 3), bool)
+    for function, expected in ((ratios.segment_product, np.exp(20.0)), (ratios.segment_mean, np.exp(15.0))):
+        value, slope = jax.value_and_grad(lambda d, f=function: f(d, jnp.zeros((1, 3)), whole, full)[0, 0])(d)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        assert np.all(slope == 0) == (function is ratios.segment_product)
+    batch = Batch(whole, full, full, log_probs=jnp.zeros((1, 3)), advantages=jnp.ones((1, 3)))
+    loss, slope = jax.value_and_grad(lambda d: on_batch.by_segment(losses.surrogate, d, batch, whole)[0].sum())(d)
+    np.testing.assert_allclose(loss, -np.exp(20.0), rtol=1e-5)
+    np.testing.assert_array_equal(slope, 0.0)
 
 
 class JitTest(chex.TestCase):

@@ -5,13 +5,14 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from launching import ROOT, load
 
-from jaxpg import hlo
 from jaxpg.models import Config, Model
 from jaxpg.parallel import sharding
 from jaxpg.sampling import sample
 from jaxpg.sampling.resharding import make_cast, on_mesh
 
+hlo = load(ROOT / "tools" / "hlo.py")
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_size": 64}
 NEW, ROWS = 6, 8
 

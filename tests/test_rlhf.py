@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,21 @@ import numpy as np
 import pytest
 from launching import EXPERIMENTS, finish, launch, load, start_together
 
-from jaxpg import algorithms, ladder, rlhf
+from jaxpg import algorithms, recipe
 from jaxpg.data import characters, encode_demonstrations, pack
 from jaxpg.estimators import logprobs
 from jaxpg.models import Config, Model, hf
-from jaxpg.rlhf.pairs import best_accuracy, label
+from jaxpg.rollout import policies
 from jaxpg.run.metrics import read_jsonl
+from jaxpg.sampling import Sampling
 from jaxpg.tasks import taste
-from jaxpg.training import loop
-from jaxpg.training.update import adamw
+from jaxpg.training import start as starting
+from jaxpg.training.update import adamw, make_update
 from jaxpg.types import Batch
+
+sys.path.insert(0, str(EXPERIMENTS / "rlhf"))  # where its files find each other
+from pairs import best_accuracy, encode_pairs, label, pair_batches
+from reward import rewards
 
 # ---- Packing ---------------------------------------------------------------------------------------------------------
 
@@ -39,7 +45,7 @@ logits = jax.jit(Model.logits, static_argnums=0)
 
 
 def loss_and_gradient(config, params, batch):
-    loss_fn = algorithms.make_loss_fn(algorithms.supervised(), ladder.actor(Model(config), temperature=1.0))
+    loss_fn = algorithms.make_loss_fn(algorithms.supervised(), policies.actor(Model(config), Sampling()))
 
     def total(params):
         loss, metrics = loss_fn(params, batch)
@@ -165,6 +171,7 @@ def test_demonstrations_are_as_good_as_said():
 # ---- The four files --------------------------------------------------------------------------------------------------
 
 STEPS = ("sft", "reward_model", "ppo", "dpo")
+MESHES = {"mesh": "data=2,fsdp=2,tensor=2", "sampler_mesh": "data=8"}
 
 
 def step_file(name):
@@ -175,68 +182,96 @@ def load_step(name):
     return load(step_file(name), f"rlhf_{name}")
 
 
+def options(folder, name, **more):
+    """The options of a step, whose predecessors have folders beside its own."""
+    before = {
+        "sft": {},
+        "reward_model": {"model": str(folder / "sft")},
+        "ppo": {"model": str(folder / "sft"), "reward_model": folder / "reward_model"},
+        "dpo": {"model": str(folder / "sft"), "pairs": folder / "reward_model"},
+    }
+    return {"smoke": True, "run_dir": folder / name, **before[name], **more}
+
+
+def prepared(module, config):
+    """The setup of a step, by its own checks or by those of every recipe."""
+    return module.prepare(config) if hasattr(module, "prepare") else recipe.prepare(config, name="sft")
+
+
 @pytest.mark.usefixtures("quick_compilation")
 def test_the_steps_follow_each_other_on_a_mesh_of_eight_devices(tmp_path):
-    options = {"smoke": True, "run_dir": tmp_path / "rlhf", "mesh": "data=2,fsdp=2,tensor=2", "sampler_mesh": "data=8"}
+    folder, rows, summaries = tmp_path / "rlhf", {}, {}
     for name in STEPS:
         module = load_step(name)
-        module.train(module.prepare(module.Config(**options)))
-        rows = read_jsonl(tmp_path / "rlhf" / name / "metrics.jsonl")
-        assert len(rows) == 2 and all(np.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-    found = {name: json.loads((tmp_path / "rlhf" / name / "summary.json").read_text()) for name in STEPS}
-    assert {"true", "learned", "kl"} <= found["ppo"].keys() & found["dpo"].keys()
-    assert 0.5 <= found["reward_model"]["best_accuracy"] <= 1
-    ppo = read_jsonl(tmp_path / "rlhf" / "ppo" / "metrics.jsonl")
+        setup = prepared(module, module.Config(**options(folder, name, **MESHES)))
+        own = {"conclude": module.conclude} if name == "reward_model" else {}
+        recipe.execute(setup, train=module.train, **own)
+        phase = "warmup" if name == "sft" else "rl"
+        rows[name] = [row for row in read_jsonl(folder / name / "metrics.jsonl") if row["phase"] == phase]
+        assert len(rows[name]) == 2 and all(np.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows[name])
+        summaries[name] = json.loads((folder / name / "summary.json").read_text())
+    for name in ("sft", "ppo", "dpo"):
+        assert {"accuracy_after", "utility_after", "marks_before"} <= summaries[name].keys()
+    assert summaries["sft"]["utility_after"] == pytest.approx(summaries["ppo"]["utility_before"], abs=0.3)
+    assert 0.5 <= summaries["reward_model"]["best_accuracy"] <= 1
+    ppo = rows["ppo"]
     assert ppo[0]["log_prob_gap"] < 1e-4, "the sampler's log-probs are the trainer's"
     assert abs(ppo[0]["kl_measured"]) < 1e-4, "the policy starts as its reference"
     assert ppo[0]["kl_coef"] < 0.1, "which is nearer than the target: β falls"
-    assert {"score/learned", "score/true"} <= ppo[0].keys()
+    assert ppo[0]["reward"] == pytest.approx(ppo[0]["score/learned"], rel=1e-5)
+    assert ppo[0]["score/true"] != ppo[0]["score/learned"]
+    assert rows["dpo"][0]["loss"] == pytest.approx(np.log(2), rel=1e-4), "the policy starts as its reference"
     for picture in ("reward_model/margins.png", "ppo/curves.png"):
-        assert (tmp_path / "rlhf" / picture).stat().st_size > 1000
-    sft, actor = (hf.load(tmp_path / "rlhf" / name / "model").params for name in ("sft", "ppo"))
+        assert (folder / picture).stat().st_size > 1000
+    sft, actor = (hf.load(folder / name / "model").params for name in ("sft", "ppo"))
     assert max(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.abs(a - b).max(), sft, actor))) > 0
-    _refusals(options)
-    _the_same_by_two_processes(tmp_path / "rlhf", ppo)
+    _refusals(folder)
+    _the_same_by_two_processes(folder, ppo)
 
 
 def _the_same_by_two_processes(folder, expected):
     """Step 3 again, by two processes, in another folder of the same steps."""
-    meshes = ("--mesh", "data=2,fsdp=2,tensor=2", "--sampler-mesh", "data=8")
-    options = ("--smoke", *meshes, "--run-dir", str(folder), "--name", "together")
-    finish(start_together(step_file("ppo"), *options, count=2))
-    for row, wanted in zip(read_jsonl(folder / "together" / "metrics.jsonl"), expected, strict=True):
+    given = options(folder, "ppo", run_dir=folder / "together", **MESHES)
+    del given["smoke"]
+    arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    finish(start_together(step_file("ppo"), "--smoke", *arguments, count=2))
+    found = [row for row in read_jsonl(folder / "together" / "metrics.jsonl") if row["phase"] == "rl"]
+    for row, wanted in zip(found, expected, strict=True):
         assert row.keys() == wanted.keys()
         for name in ("score/learned", "score/true", "loss", "grad_norm", "entropy", "completion_length"):
             np.testing.assert_allclose(row[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
     assert (folder / "together" / "curves.png").exists() and (folder / "together" / "model").exists()
 
 
-def _refusals(options):
+def _refusals(folder):
     """What is refused beside finished steps."""
     ppo = load_step("ppo")
+    other = {"run_dir": folder / "other"}
     for change, message in (
-        ({"model": "elsewhere"}, "--model=elsewhere, but .* began with None"),
         ({}, "already holds this run"),
-        ({"target_kl": 0.0}, "--target-kl=0.0: must be greater than 0"),
-        ({"mesh": "data=3"}, "asks for 3 devices"),
-        ({"sampler_mesh": "data=3"}, "asks for 3 devices"),
-        ({"sampler_mesh": "tensor=8"}, "not divisible by mesh axis tensor=8"),
-        ({"keep": 0}, "--keep=0: must be at least 1"),
-        ({"name": "other", "smoke": False, "batch_size": 30}, "--batch-size=30 cannot be spread"),
+        ({"resume": True, "kl_coef": 0.2}, "another configuration .*kl_coef is 0.1 there, 0.2 here"),
+        (other | {"target_kl": 0.0}, "--target-kl=0.0: must be greater than 0"),
+        (other | {"mesh": "data=3"}, "asks for 3 devices"),
+        (other | {"sampler_mesh": "data=3"}, "asks for 3 devices"),
+        (other | {"sampler_mesh": "tensor=8"}, "not divisible by mesh axis tensor=8"),
+        (other | {"keep": 0}, "--keep=0: must be at least 1"),
+        (other | {"smoke": False, "batch_size": 30}, "cannot be spread"),
+        (other | {"model": str(folder / "elsewhere")}, "elsewhere is missing"),
+        (other | {"task": "arithmetic", "level": 9}, "level=9"),
     ):
         with pytest.raises(ValueError, match=message):
-            ppo.prepare(ppo.Config(**options | change))
-    assert not (options["run_dir"] / "other").exists()
+            ppo.prepare(ppo.Config(**options(folder, "ppo", **MESHES) | change))
+    assert not (folder / "other").exists()
 
 
 @pytest.mark.parametrize("name", STEPS[1:])
 def test_a_missing_predecessor_is_one_clear_error(name, tmp_path):
     module = load_step(name)
-    with pytest.raises(ValueError, match=r"sft is missing: run experiments/rlhf/sft.py --run-dir \S+ first"):
-        module.prepare(module.Config(run_dir=tmp_path, smoke=True))
+    with pytest.raises(ValueError, match=r"sft is missing: run python experiments/rlhf/sft.py --run-dir \S+ first"):
+        module.prepare(module.Config(**options(tmp_path, name)))
     (tmp_path / "sft").mkdir()
     with pytest.raises(ValueError, match=r"sft has not finished: run .* --resume first"):
-        module.prepare(module.Config(run_dir=tmp_path, smoke=True))
+        module.prepare(module.Config(**options(tmp_path, name)))
     assert not (tmp_path / name).exists()
 
 
@@ -244,34 +279,34 @@ def test_the_command_line_takes_a_checkpoint(tmp_path):
     tokenizer = characters(taste.ALPHABET)
     config = dataclasses.replace(SMALL, vocab_size=len(tokenizer), stop_tokens=(tokenizer.eos_token_id,))
     hf.save(tmp_path / "given", config, init(Model(config), jax.random.key(0)), tokenizer)
-
-    def smoke(name, *extra):
-        return launch(step_file(name), "--smoke", "--run-dir", str(tmp_path / "run"), *extra)
-
-    refused = smoke("ppo")
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and "sft is missing" in refused.stderr
-    result = smoke("sft", "--model", str(tmp_path / "given"))
+    sft, missing = tmp_path / "sft", tmp_path / "missing"
+    refused = launch(step_file("ppo"), "--smoke", "--model", str(missing), "--run-dir", str(tmp_path / "ppo"))
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and "missing is missing" in refused.stderr
+    result = launch(step_file("sft"), "--smoke", "--run-dir", str(sft), "--model", str(tmp_path / "given"))
     assert result.returncode == 0, result.stderr
-    assert "its true reward is" in " ".join(result.stdout.split())
-    assert hf.load(tmp_path / "run" / "sft" / "model").config.hidden_size == SMALL.hidden_size
+    assert "held-out utility after RL" in " ".join(result.stdout.split())
+    assert [row["step"] for row in read_jsonl(sft / "metrics.jsonl") if row["phase"] == "warmup"] == [1, 2]
+    assert hf.load(sft / "model").config.hidden_size == SMALL.hidden_size
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_the_reward_model_learns_above_chance_in_a_small_budget(tmp_path):
     module, sft = load_step("reward_model"), load_step("sft")
-    run = sft.prepare(sft.Config(smoke=True, run_dir=tmp_path, mesh="data=8"))
-    run = run._replace(config=module.Config(smoke=True, batch_size=64, steps=40, learning_rate=3e-3))
+    setup = recipe.prepare(sft.Config(smoke=True, run_dir=tmp_path / "run", mesh="data=8"), name="sft")
     problems = taste.problems(5, 0, 1280)
     texts = [[taste.demonstration(p, seed, i) for i, p in enumerate(problems)] for seed in (6, 7)]
     pairs = [label(p, a, b, seed=8, index=i) for i, (p, a, b) in enumerate(zip(problems, *texts, strict=True))]
     seen, held_out = pairs[:1024], [pair for pair in pairs[1024:] if pair.chosen != pair.rejected]
-    params = {"trunk": run.params, "head": {"kernel": jnp.zeros(64), "bias": jnp.zeros(())}}
-    with jax.set_mesh(run.mesh):
-        state, update = ladder.start_loss(run, module.loss_fn(run), params, optimizer=adamw(3e-3))
-        step = loop.supervised_step(rlhf.pair_batches(run, rlhf.encode_pairs(run, seen)), update)
+    params = {"trunk": setup.params(), "head": {"kernel": jnp.zeros(64), "bias": jnp.zeros(())}}
+    optimizer = adamw(3e-3)
+    with jax.set_mesh(setup.mesh):
+        state = starting.start(setup.mesh, params, optimizer, seed=0)
+        update = starting.compiled(setup.mesh, make_update(module.loss_fn(setup.model), optimizer), state)
+        batch = pair_batches(setup, encode_pairs(setup, seen), 64)
         for k in range(40):
-            state, _ = step(state, k)
-    batch = rlhf.encode_pairs(run, held_out)
-    found = np.asarray(rlhf.rewards(run.model, state.params, batch.tokens, batch.token_mask))
+            state, _ = update(state, batch(k))
+    rows = encode_pairs(setup, held_out)
+    found = np.asarray(rewards(setup.model, state.params, rows.tokens, rows.token_mask))
     margins = found[:, 0] - found[:, 1]
     assert (margins > 0).mean() > 0.55, (margins > 0).mean()
     assert np.corrcoef(margins, [pair.true_margin for pair in held_out])[0, 1] > 0.2

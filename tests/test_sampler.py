@@ -158,6 +158,7 @@ def test_same_tokens_on_eight_devices(params, key):
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"samples_per_prompt": 0}, "samples_per_prompt=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": np.nan}, "temperature=nan"),
         ({"stop_tokens": (9,)}, r"stop_tokens=\[9\]"),
         ({"prompt_ids": jnp.arange(3)}, "prompt_ids has shape"),
     ],
@@ -179,5 +180,5 @@ def test_layers_are_unrolled_but_on_tpus(platform, unrolled, monkeypatch):
     assert (prepare(MODEL.init(jax.random.key(0))).apart is not None) == unrolled, "else a copy for nothing"
     prompts = np.ones((1, 2), np.int32)
     for asked, expected in ((None, unrolled), (True, True), (False, False)):
-        options = {"model": MODEL, "max_new_tokens": 2, "stop_tokens": (), "unroll": asked}
-        assert checks.request(prompts, prompts > 0, **options).unroll is expected
+        request = checks.Request(model=MODEL, max_new_tokens=2, stop_tokens=(), unroll=asked)
+        assert checks.check(request, prompts, prompts > 0).unroll is expected

@@ -1,6 +1,7 @@
 """What the sampler can be asked for beyond plain sampling: each mode gives the tokens and log-probs it should."""
 
 import dataclasses
+import inspect
 import itertools
 from functools import partial
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from jaxpg.data.tokenizers import characters
 from jaxpg.models import Config, Model
 from jaxpg.run import report
-from jaxpg.sampling import converse, filters, generate, prepare, sample, score, stop_strings
+from jaxpg.sampling import checks, converse, filters, generate, prepare, sample, score, stop_strings
 from jaxpg.types import StopReason
 
 TOKENIZER = characters("0123+=")  # three special tokens in front: a vocabulary of 9
@@ -184,6 +185,7 @@ def test_each_filter_keeps_what_its_paper_says():
         and kept(filters.MinP(0.0)) == [*range(5)]
     )
     assert kept(filters.Allowed((3, 1))) == [1, 3]
+    assert kept(filters.Vocabulary(3)) == [0, 1, 2] and kept(filters.Vocabulary(9)) == [0, 1, 2, 3, 4]
     penalised = filters.RepetitionPenalty(2.0)(jnp.array([1.0, -1.0, 3.0]), jnp.array([True, True, False]))
     np.testing.assert_array_equal(penalised, [0.5, -2.0, 3.0])
     assert kept(lambda x: filters.TopK(2)(jnp.zeros_like(x))) == [0, 1], "ties are broken, not kept"
@@ -197,6 +199,7 @@ def test_each_filter_keeps_what_its_paper_says():
         (lambda: filters.MinP(2.0), "p=2.0"),
         (lambda: filters.RepetitionPenalty(0.0), "penalty=0.0"),
         (lambda: filters.Allowed(()), "allow at least one"),
+        (lambda: filters.Vocabulary(0), "size=0"),
         (lambda: filters.Allowed((9,))(jnp.zeros(9)), "not in a vocabulary of 9"),
         (lambda: filters.LogitBias(((-1, 1.0),))(jnp.zeros(9)), "not in a vocabulary of 9"),
     ],
@@ -323,13 +326,21 @@ def test_the_first_turn_is_what_sampling_draws(params, key, plain):
         ({"environment": lambda s, t: (s, [], 0.0, False)}, "answered row 0 with no tokens"),
         ({"environment": lambda s, t: (s, [99], 0.0, False)}, r"answered row 0 with \[99\]"),
         ({"max_turns": 0}, "max_turns=0"),
-        ({"greedy": True}, "greedy is set"),
     ],
 )
 def test_impossible_conversations_are_named(params, key, change, message):
     asked = {"environment": add_up, "states": [[] for _ in range(16)], "max_turns": 3, "stop_tokens": tuple(range(9))}
     with pytest.raises(ValueError, match=message):
         run(params, key, how=converse, **(asked | change))
+
+
+def test_the_three_ways_to_sample_take_the_options_of_a_request_with_its_defaults():
+    fields = inspect.signature(checks.Request).parameters
+    for function, lacks in ((sample, set()), (generate, set()), (converse, {"greedy", "continued"})):
+        options = inspect.signature(function).parameters
+        assert not [p for p in options.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        assert fields.keys() - options.keys() == lacks
+        assert all(options[name].default == fields[name].default for name in fields.keys() - lacks)
 
 
 @pytest.mark.parametrize(

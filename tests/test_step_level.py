@@ -1,4 +1,4 @@
-"""The step-level experiment: three granularities of one rollout, worked out by hand. Its runs: see test_ladder."""
+"""The step-level experiment: three granularities of one rollout, worked out by hand. Its runs: see test_recipes."""
 
 import types
 
@@ -13,7 +13,7 @@ from jaxpg.data import characters
 from jaxpg.parallel import sharding
 from jaxpg.rollout.dynamic_sampling import TOLD
 from jaxpg.tasks import steps
-from jaxpg.types import Experience, Rollout
+from jaxpg.types import Experience, Prompts, Rollout
 
 PROBLEM = steps.Problem("2+3+4=", "5;9", 1, ("5", "9"))
 TOKENIZER = characters(steps.ALPHABET)
@@ -27,9 +27,12 @@ def experience(granularity):
     tokens = jnp.asarray([[0, 0, *ids]], jnp.int32)
     actions = jnp.asarray([[False, False, True, True, True, True]])
     rollout = Rollout(tokens, jnp.ones((1, 6), bool), actions, jnp.zeros((1, 6)), jnp.ones(1, jnp.int32))
-    run = types.SimpleNamespace(tokenizer=TOKENIZER, mesh=sharding.make_mesh("data=1", devices=jax.devices()[:1]))
-    scores = load(EXPERIMENTS / "step_level.py").scorer(run, granularity)([PROBLEM], rollout)
-    fields = {name: jnp.asarray(x) for name, x in scores._asdict().items() if name in TOLD and x is not None}
+    task = types.SimpleNamespace(step_rewards=steps.make_rewards)
+    mesh = sharding.make_mesh("data=1", devices=jax.devices()[:1])
+    r = types.SimpleNamespace(task=task, tokenizer=TOKENIZER, mesh=mesh)
+    score = load(EXPERIMENTS / "studies" / "step_level.py").scorer(r, granularity)
+    scores = score(Prompts(tokens[:, :2], jnp.ones((1, 2), bool), [PROBLEM]), rollout)
+    fields = {name: jnp.asarray(x) for name, x in vars(scores).items() if name in TOLD and x is not None}
     return Experience(rollout, values=jnp.asarray([[9.0, 9.0, *VALUES]]), **fields)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxpg.data import characters, decode_completions, encode_demonstrations, encode_prompts
+from jaxpg.data import characters, decode_completions, encode_demonstrations, encode_prompts, encode_segments
 from jaxpg.tasks import arithmetic
 from jaxpg.types import Rollout
 
@@ -83,3 +83,25 @@ def test_completions_are_the_actions_without_special_tokens():
 def test_an_alphabet_with_a_repeated_character_is_refused():
     with pytest.raises(ValueError, match=r"repeats \['a'\]"):
         characters("aab")
+
+
+def test_segments_that_others_wrote_are_read_and_not_taught():
+    said = [("1+", True), ("22", False), ("=3", True)]
+    assert encode_segments(TOKENIZER, [said, "45"]) == [
+        (TOKENIZER.encode("1+22=3"), [True, True, False, False, True, True]),
+        (TOKENIZER.encode("45"), [True, True]),
+    ]
+    assert encode_segments(TOKENIZER, []) == []
+    batch = encode_demonstrations(TOKENIZER, ["9=", "8="], [said, "45"], length=10, stop_token=0)
+    np.testing.assert_array_equal(batch.action_mask[0], [0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
+    np.testing.assert_array_equal(batch.token_mask.sum(1), [9, 5])
+    assert batch.tokens[0, 8] == batch.tokens[1, 4] == 0 and batch.action_mask[1, 4], "the stop token that was named"
+    with pytest.raises(ValueError, match=r"demonstration '9=1\+22=3' has 9 tokens, length=8"):
+        encode_demonstrations(TOKENIZER, ["9="], [said], length=8)
+
+
+def test_a_completion_needs_a_token_that_ends_it():
+    endless = characters("1")
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="stop_token=None, and the tokenizer has no eos_token"):
+        encode_demonstrations(endless, ["1"], ["1"], length=8)

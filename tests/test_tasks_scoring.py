@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import scorers_for_workers as scorers
 
+from jaxpg.rollout.dynamic_sampling import TOLD
 from jaxpg.tasks import scoring
 from jaxpg.tasks.workers import WorkerDiedError, WorkerRaisedError, Workers, WorkerTimeoutError
+from jaxpg.types import Experience, Scores
 
 
 def alive(pid):
@@ -217,11 +219,15 @@ def test_math_verify_compares_formulas_or_says_what_to_install():
     scorer.close()
 
 
-def test_the_scored_batch_is_what_the_loop_and_gdpo_read():
-    from jaxpg.training.loop import Scores
-    from jaxpg.types import Experience
+def test_every_score_is_a_field_of_the_experience_that_algorithms_read():
+    scores = {field.name for field in dataclasses.fields(Scores)} - {"names", "failures"}
+    assert scores <= {field.name for field in dataclasses.fields(Experience)}
+    assert scores == set(TOLD)
 
-    needed = set(Scores._fields) - set(Scores._field_defaults)
-    assert needed == {"rewards", "valid"} and needed <= set(scoring.Scored._fields)
-    fields = {field.name for field in dataclasses.fields(Experience)}
-    assert {"rewards", "valid", "scores", "scores_valid"} <= fields & set(scoring.Scored._fields)
+
+def test_scores_without_names_have_no_metrics_and_failures_are_added_up():
+    scores = Scores(np.zeros((1, 2)), np.ones((1, 2), bool))
+    assert scores.metrics() == {} and scores.num_failures == 0
+    assert dataclasses.replace(scores, failures=np.array([2, 3])).num_failures == 5
+    told = dataclasses.replace(scores, scores=np.array([[[1.0], [2.0]]]), names=("a",))
+    assert told.metrics() == {"score/a": 1.5, "score_applies/a": 1.0, "score_failures/a": 0}

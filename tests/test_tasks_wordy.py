@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxpg import ladder
 from jaxpg.tasks import draws, wordy
+from jaxpg.tasks.find import Options, find
 
 
 def test_what_trails_off_changes_no_reward():
@@ -49,8 +49,8 @@ def test_another_level_is_an_error():
         wordy.problem(0, 0, level=2)
 
 
-def test_the_ladder_learns_from_demonstrations_and_has_room_for_them(tmp_path):
-    run = ladder.prepare(ladder.Config(task="wordy", level=1, run_dir=tmp_path), name="wordy")
-    problems = run.task.problems(0, 0, 100)
-    assert [run.task.demonstrate(p) for p in problems] == [p.demonstration for p in problems]
-    assert run.max_new_tokens == 1 + wordy.MOST + 1
+def test_the_task_shows_demonstrations_and_has_room_for_them():
+    task = find(Options(task="wordy"), spoken=False)
+    problems = task.problems(0, 0, 100)
+    assert [task.demonstrate(p) for p in problems] == [p.demonstration for p in problems]
+    assert task.max_new_tokens == 1 + wordy.MOST + 1

@@ -2,10 +2,12 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from test_trust_region import logits_fn, make_batch, make_params, make_state
 
 from jaxpg.training import trust_region
 
@@ -103,3 +105,22 @@ def test_arguments_out_of_range_are_named():
         trust_region.token_kl(jnp.ones((2, 3)), jnp.ones((2, 3)), temperature=0)
     with pytest.raises(ValueError, match=r"logits has shape \(2, 4\): must be \(2, 3\), the shape of old_logits"):
         trust_region.token_kl(jnp.ones((2, 3)), jnp.ones((2, 4)))
+
+
+def test_a_step_of_the_trainable_parameters_is_that_of_a_policy_which_has_no_others():
+    """The others stay as they are, to the bit, and have no share in the Fisher matrix."""
+    batch, params = make_batch(), make_params()
+    both = {"adapter": params, "base": {"w": 0.1 * params["w"]}}
+
+    def alone(adapter, batch):
+        return logits_fn({"w": adapter["w"] + both["base"]["w"]}, batch)
+
+    def together(params, batch):
+        return logits_fn({"w": params["adapter"]["w"] + params["base"]["w"]}, batch)
+
+    expected, metrics = jax.jit(trust_region.make_update(alone))(make_state(params), batch)
+    update = trust_region.make_update(together, trainable=lambda path: path.startswith("adapter"))
+    found, told = jax.jit(update)(make_state(both), batch)
+    assert metrics["accepted"].mean == told["accepted"].mean == 1
+    np.testing.assert_allclose(found.params["adapter"]["w"], expected.params["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found.params["base"]["w"], both["base"]["w"])

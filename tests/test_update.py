@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxpg import algorithms
-from jaxpg.estimators import aggregate, logprobs, losses
+from jaxpg.estimators import aggregate, kl, logprobs, losses
 from jaxpg.models import Config, Model
 from jaxpg.parallel import sharding
 from jaxpg.training import train_state
@@ -124,6 +124,49 @@ def test_a_batch_without_actions_leaves_finite_parameters_unchanged():
         gradient, metrics = gradient_of(reduce, batch, 2)
         assert optax.tree.norm(gradient) == 0.0
         assert jnp.isfinite(metrics["loss"].mean)
+
+
+RATIOS = {
+    "surrogate": losses.surrogate,
+    "ppo_clip": losses.ppo_clip,
+    "sapo": losses.sapo,
+    "kl_to_the_old_policy": lambda lp, old, a: (losses.reinforce(lp, a)[0] + kl.k3(old, lp), {}),
+}
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_one_token_with_a_huge_log_ratio_spoils_no_update(name):
+    """The gradient is that of the other tokens; without a bound the loss was infinite and the update was skipped."""
+    batch, params = make_batch(), jax.random.normal(jax.random.key(0), (8, 8))
+    log_probs = bigram_policy(params, batch)[0]
+    batch = dataclasses.replace(batch, log_probs=log_probs - 0.1, advantages=-jnp.abs(batch.advantages))
+    assert batch.action_mask[5, 4]
+    broken = dataclasses.replace(batch, log_probs=batch.log_probs.at[5, 4].set(log_probs[5, 4] - 200.0))
+    if name == "kl_to_the_old_policy":  # whose token is one that the old policy found far more likely
+        broken = dataclasses.replace(batch, log_probs=batch.log_probs.at[5, 4].set(log_probs[5, 4] + 200.0))
+    optimizer = optax.trace(decay=0.0)
+    algorithm = algorithms.Algorithm(
+        advantage=None,
+        loss=lambda lp, b: RATIOS[name](lp, b.log_probs, b.advantages),
+        aggregate=aggregate.token_mean,
+    )
+    update = jax.jit(make_update(algorithms.make_loss_fn(algorithm, bigram_policy), optimizer))
+    state = train_state.init(params, optimizer, jax.random.key(0))
+    after, metrics = update(state, broken)
+    assert metrics["nonfinite"].mean == 0 and np.isfinite(metrics["loss"].mean)
+    assert np.isfinite(after.params).all() and np.any(after.params != params)
+
+    def objective(params, kept):
+        loss = algorithm.loss(jnp.where(batch.action_mask, bigram_policy(params, batch)[0], 0.0), batch)[0]
+        return aggregate.token_mean(loss * kept, batch.action_mask).mean
+
+    kept = jnp.ones(batch.tokens.shape).at[5, 4].set(0.0)
+    expected = jax.grad(objective)(params, kept)
+    if name == "kl_to_the_old_policy":  # the score-function term has no ratio and stays
+        weight = batch.action_mask.sum()
+        one = jax.grad(lambda p: -bigram_policy(p, batch)[0][5, 4] * batch.advantages[5, 4] / weight)(params)
+        expected = expected + one
+    np.testing.assert_allclose(after.opt_state.trace, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_clipping_and_adamw_are_those_of_optax():

@@ -43,13 +43,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from rich.console import Console
 
-from jaxpg import algorithms, hlo
+from jaxpg import algorithms
 from jaxpg.estimators import checks, logprobs
 from jaxpg.models import Model, num_parameters
 from jaxpg.models.presets import PRESETS
@@ -92,7 +93,7 @@ class Config:
     topology: str = "v5p:8x8x8"  # v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:2x2x1: chips along each torus axis
     mesh: str = "fsdp=-1"  # of the update, e.g. fsdp=64,tensor=8
     sampler_mesh: str | None = None  # default that of the update with fsdp folded into data
-    algorithm: Literal["reinforce", "ppo_clip", "rloo", "grpo", "dr_grpo", "gspo", "cispo"] = "grpo"
+    algorithm: Literal["reinforce", "ppo_critic_free", "rloo", "grpo", "dr_grpo", "gspo", "cispo"] = "grpo"
     programs: tuple[Literal["update", "reshard", "sampler"], ...] = ("update", "reshard", "sampler")
     sequences: int = 512  # completions an update
     group_size: int = 8  # completions a prompt
@@ -197,12 +198,12 @@ def build(c: Config) -> Model:
 
 
 def lower_update(p: Prepared):
-    """The update of `ladder.start`, for shapes."""
+    """The update of `Recipe.start`, for shapes."""
     c, mesh = p.config, p.meshes["update"]
     options = {"max_new_tokens": c.length - c.prompt_length} if c.algorithm == "dr_grpo" else {}
     algorithm = getattr(algorithms, c.algorithm)(**options)
 
-    def policy(params, batch):  # that of experiments/grpo_real.py
+    def policy(params, batch):  # `policies.actor`, with a --chunk of one's own
         hidden = p.model.hidden(params, batch.tokens, batch.token_mask)
         return logprobs.from_hidden(partial(p.model.unembed, params), hidden, batch.tokens, chunk=c.chunk)
 

@@ -1,110 +1,108 @@
-"""Evaluates a checkpoint on held-out problems: greedy accuracy, pass@k, majority@k, by difficulty.
+"""Evaluates a model on held-out problems: greedy accuracy with its interval, pass@k, majority@k, by difficulty.
 
     python tools/evaluate_model.py --model models/smollm2-135m --task arithmetic --level 2 --count 128 --samples 8
-    python tools/evaluate_model.py --model runs/grpo_real/model --task gsm8k --max-new-tokens 400 --prompt-length 256
+    python tools/evaluate_model.py --model runs/grpo                    # a run: its own model and its own task
+    python tools/evaluate_model.py --model runs/grpo --task countdown   # or another task
 
-One call draws the most likely reply and `--samples` others of each problem, from the same prefill.
+One call draws the most likely completion of each problem and `--samples` others.
 """
 
 import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 from rich.console import Console
 
-from jaxpg.data import decode_completions, encode_prompts
-from jaxpg.estimators import checks
-from jaxpg.models import Model, hf
+from jaxpg import recipe
+from jaxpg.parallel import sharding
+from jaxpg.recipe.evaluator import Evaluator
 from jaxpg.rollout import evaluate
-from jaxpg.run import cli, report
-from jaxpg.run import folder as run_folder
-from jaxpg.sampling import generate
-from jaxpg.sampling import prepare as lay_out
-from jaxpg.tasks import catalog, chat
+from jaxpg.run import cli, folder, ranges, read, report
+from jaxpg.run.ranges import Positive, PositiveFloat
+from jaxpg.tasks import Options
+
+TASK = tuple(field.name for field in dataclasses.fields(Options))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Options):
     """Options of the evaluation."""
 
-    model: str  # a directory in Hugging Face's layout, a GGUF file, or a name on the hub
-    task: str = "arithmetic"  # arithmetic, countdown, gsm8k, reasoning_gym:<name>
-    level: int = 2  # of arithmetic and countdown
-    data: Path | None = None  # folder with GSM8K's train.jsonl and test.jsonl; default the hub
-    count: int = 128  # held-out problems
-    samples: int = 8  # replies a problem, besides the most likely one
-    k: tuple[int, ...] = (1, 4, 8)  # of pass@k
-    temperature: float = 1.0
+    model: str  # the folder of a run, a directory in Hugging Face's layout, a GGUF file, or a name on the hub
+    task: str | None = None  # default that of the run, or arithmetic
+    count: Positive = 128  # held-out problems
+    samples: Positive = 8  # completions a problem, besides the most likely one
+    k: tuple[Positive, ...] = (1, 4, 8)  # of pass@k
+    temperature: PositiveFloat = 1.0
     seed: int = 0
-    batch: int = 16  # problems at a time
-    prompt_length: int = 64  # room for a prompt, in tokens
-    max_new_tokens: int = 14
-    system: str | None = None  # the system's message, in place of the template's own
+    prompt_length: Positive | None = None  # tokens that a prompt may have; default the longest one
+    max_new_tokens: Positive | None = None  # tokens that a completion may have; default what the task needs
     json: Path | None = None  # where to write the numbers
 
 
-def prepare(config: Config):
-    """Checks the options and loads the model."""
+def prepare(config: Config) -> tuple[Config, recipe.Setup]:
+    """Checks the options before any weights are read."""
     c = config
-    checks.options_at_least(c, 1, "count", "samples", "batch", "max_new_tokens")
-    if not c.k or not all(1 <= k <= c.samples for k in c.k):
+    ranges.check(c)
+    if not c.k or max(c.k) > c.samples:
         raise ValueError(f"--k={' '.join(map(str, c.k))}: must lie between 1 and --samples={c.samples}")
-    if not c.temperature > 0:
-        raise ValueError(f"--temperature={c.temperature}: must be positive, or all samples are the same")
     if c.json is not None:
-        run_folder.make_folder("--json", c.json.parent)
-    questions = catalog.by_name(c.task, level=c.level, source=c.data)
-    problems = questions.held_out(c.count)
-    return c, questions, problems, hf.load(c.model)
+        folder.make_folder("--json", c.json.parent)
+    c = _with_task_of_run(c)
+    asked = {name: getattr(c, name) for name in (*TASK, "temperature", "seed", "prompt_length", "max_new_tokens")}
+    batch = sharding.row_shards(sharding.make_mesh())  # one prompt a device: nothing is trained
+    options = recipe.Config(
+        **asked, model=c.model, held_out=c.count, batch_size=batch, group_size=1, minibatches=1, num_microbatches=1,
+        warmup_steps=0, rl_steps=0, dry_run=True,
+    )  # fmt: skip
+    return c, recipe.prepare(options, name=f"{c.model} on {c.task}")
 
 
-def run(prepared) -> None:
+def _with_task_of_run(c: Config) -> Config:
+    """Takes the task from the folder of a run, where none was named."""
+    if c.task is not None:
+        return c
+    path = Path(c.model)
+    if not (path / "config.json").exists() or not (path / "summary.json").exists():
+        return dataclasses.replace(c, task="arithmetic")
+    own = {name: value for name, value in read.config(path).items() if name in TASK}
+    tuples = {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
+    paths = {"gsm8k": own.get("gsm8k") and Path(own["gsm8k"])}
+    return dataclasses.replace(c, **own | tuples | paths)
+
+
+def run(prepared: tuple[Config, recipe.Setup]) -> None:
     """Draws, scores, and prints a table."""
-    c, questions, problems, (model_config, params, tokenizer) = prepared
-    greedy, replies = draw(c, questions, problems, Model(model_config), lay_out(params), tokenizer)
-    right = np.array([[questions.score(p, text) >= 1 for text in r] for p, r in zip(problems, replies, strict=True)])
-    votes = [[questions.vote(text) for text in texts] for texts in replies]
-    scores = {"greedy": np.array([questions.score(p, text) for p, text in zip(problems, greedy, strict=True)])}
+    c, setup = prepared
+    evaluator, params, problems = Evaluator(setup), setup.params(), setup.held_out
+    greedy = evaluator.scored(problems, [[text] for text in evaluator.complete(params, problems)])
+    replies = evaluator.replies(params, samples=c.samples)
+    right = evaluator.scored(problems, replies) >= 1
+    votes = [[setup.task.vote(text) for text in texts] for texts in replies]
+    scores = {"greedy": greedy[:, 0]}
     scores |= {f"pass@{k}": evaluate.pass_at_k(c.samples, right.sum(1), k=k) for k in c.k}
     scores[f"majority@{c.samples}"] = evaluate.majority_at_k(votes, right)
     levels = [getattr(problem, "level", "all") for problem in problems]
     by_level = {name: evaluate.by_group(values, levels) for name, values in scores.items()}
-    rows = [
-        (name, f"{values.mean():.3f}", *(f"{x:.3f}" for x in by_level[name].values()))
-        for name, values in scores.items()
-    ]
+    rows = [(name, _with_interval(x), *(f"{y:.3f}" for y in by_level[name].values())) for name, x in scores.items()]
     groups = [f"level {group}" for group in next(iter(by_level.values()))]
-    title = f"{c.model} on {c.count} held-out problems of {c.task}"
-    Console().print(report.table(title, ("", "all", *groups), rows))
+    title = f"{c.model} on {len(problems)} held-out problems of {c.task}"
+    Console().print(report.table(title, ("", "all (95 %)", *groups), rows))
     if c.json is not None:
         told = {name: float(values.mean()) for name, values in scores.items()}
-        c.json.write_text(json.dumps({"all": told, "by_level": by_level}, indent=2, default=str) + "\n")
+        intervals = {name: evaluate.interval(value, len(problems)) for name, value in told.items()}
+        folder.write_json(c.json, {"all": told, "interval": intervals, "by_level": _plain(by_level)})
 
 
-def draw(c: Config, questions, problems, model: Model, params, tokenizer) -> tuple[list[str], list[list[str]]]:
-    """The most likely reply to each problem, and the drawn ones."""
-    greedy, replies = [], []
-    for start in range(0, len(problems), c.batch):
-        part = list(problems[start : start + c.batch])
-        filled = (part * c.batch)[: c.batch]  # the last batch too, so that no new shape is compiled
-        texts = chat.render(tokenizer, [questions.ask(problem) for problem in filled], system=c.system)
-        drawn, likely = generate(
-            params,
-            *encode_prompts(tokenizer, texts, length=c.prompt_length),
-            jax.random.fold_in(jax.random.key(c.seed), start),
-            model=model,
-            max_new_tokens=c.max_new_tokens,
-            stop_tokens=(tokenizer.eos_token_id,),
-            samples_per_prompt=c.samples,
-            temperature=c.temperature,
-            greedy=True,
-        )
-        greedy += decode_completions(tokenizer, likely)[: len(part)]
-        texts = decode_completions(tokenizer, drawn)
-        replies += [texts[i * c.samples : (i + 1) * c.samples] for i in range(len(part))]
-    return greedy, replies
+def _with_interval(values: np.ndarray) -> str:
+    """A mean with its 95 % interval over problems."""
+    low, high = evaluate.interval(float(values.mean()), len(values))
+    return f"{values.mean():.3f} ({low:.3f} to {high:.3f})"
+
+
+def _plain(by_level: dict) -> dict:
+    return json.loads(json.dumps({name: {str(k): v for k, v in x.items()} for name, x in by_level.items()}))
 
 
 if __name__ == "__main__":

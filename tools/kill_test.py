@@ -3,10 +3,10 @@
     python tools/kill_test.py                            # --kills 30; about two minutes
     python tools/kill_test.py --signal TERM              # as a scheduler announces that it takes the machine away
 
-The run is a small one that saves after every step, so that many kills hit a save. After the last kill it runs to its
-end, and its metrics and its last checkpoint must be those of the undisturbed run to the bit. After each kill the newest
-checkpoint must be at least as far as every step but the last two of the log: one may be on its way to the disk and one
-not yet begun when the process dies.
+The run is a loop of `run.open`, `steps` and `commit`, as in a user's own file. It saves after every step, so that many
+kills hit a save. After the last kill it runs to its end, and its metrics and its last checkpoint must be those of the
+undisturbed run to the bit. After each kill the newest checkpoint must be at least as far as every step but the last two
+of the log: one may be on its way to the disk and one not yet begun when the process dies.
 """
 
 import dataclasses
@@ -40,50 +40,39 @@ class Config:
 
 
 def victim(folder: Path) -> None:
-    """A regression by `loop.run`: enough to have parameters, an optimizer and a log."""
+    """A regression as a user would write it: enough to have parameters, an optimizer and a log."""
     import jax
     import jax.numpy as jnp
     import optax
 
-    from jaxpg.run import metrics
-    from jaxpg.run.checkpoint import Checkpointer
-    from jaxpg.training import loop, train_state
-    from jaxpg.types import Weighted
+    from jaxpg import run
 
     optimizer = optax.adam(1e-2)
-    params = {"w": jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / WIDTH**0.5}
 
     @jax.jit
     def update(state, x):
-        def loss_fn(params):
-            return jnp.mean((jnp.tanh(x @ params["w"]) - x) ** 2)
+        def loss_fn(w):
+            return jnp.mean((jnp.tanh(x @ w) - x) ** 2)
 
-        loss, gradient = jax.value_and_grad(loss_fn)(state.params)
-        updates, opt_state = optimizer.update(gradient, state.opt_state)
-        params = optax.apply_updates(state.params, updates)
-        state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-        return state, {"loss": Weighted(loss, jnp.float32(1))}
+        w, opt_state = state
+        loss, gradient = jax.value_and_grad(loss_fn)(w)
+        updates, opt_state = optimizer.update(gradient, opt_state)
+        return (optax.apply_updates(w, updates), opt_state), {"loss": loss}
 
     def batch(k):
         return jax.random.normal(jax.random.fold_in(jax.random.key(2), k), (8, WIDTH))
 
-    folder.mkdir(parents=True, exist_ok=True)
-    saves = Checkpointer(folder / "checkpoints")
-    writer = metrics.JsonlWriter(
-        folder / "metrics.jsonl", offset=(saves.record() or {"metrics_bytes": 0})["metrics_bytes"]
-    )
-    journal = loop.Journal("rl", writer, saves, checkpoint_every=1)
-    state = train_state.init(params, optimizer, jax.random.key(0))
-
-    def on_step(*_):
-        (folder / "started").touch()
-
-    loop.run(loop.supervised_step(batch, update), state, journal, steps=STEPS, on_step=on_step)
-    saves.close()
+    w = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / WIDTH**0.5
+    with run.open(run.Options(run_dir=folder, resume=True, checkpoint_every=1), name="victim") as r:
+        for k, state in r.steps((w, optimizer.init(w)), STEPS):
+            state, row = update(state, batch(k))
+            r.commit(k, state, row)
+            (folder / "started").touch()
 
 
 def start(folder: Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, __file__, "--victim", str(folder)], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, __file__, "--victim", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen, folder: Path) -> None:
@@ -101,15 +90,14 @@ def rows(folder: Path) -> list[dict]:
 
 def newest(folder: Path) -> int:
     """The newest checkpoint that stands there whole."""
-    saved = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
+    saved = [int(path.name) for path in (folder / "checkpoints" / "train").glob("*") if path.name.isdigit()]
     return max(saved, default=0)
 
 
 def arrays(folder: Path) -> dict:
     """The fingerprints of the last checkpoint."""
-    return json.loads(next((folder / "checkpoints" / str(STEPS) / "record").glob("metadata*")).read_text())[
-        "fingerprints"
-    ]
+    record = folder / "checkpoints" / "train" / str(STEPS) / "record"
+    return json.loads(next(record.glob("metadata*")).read_text())["fingerprints"]
 
 
 def kill_once(folder: Path, number: signal.Signals, draw: random.Random) -> tuple[int, int] | None:

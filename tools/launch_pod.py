@@ -1,6 +1,7 @@
 """Starts an experiment on every host of a TPU pod; by default it only prints what it would do.
 
-    python tools/launch_pod.py --name my-pod --zone europe-west4-b -- python experiments/grpo.py --mesh data=-1,fsdp=8
+    python tools/launch_pod.py --name my-pod --zone europe-west4-b -- \\
+        python experiments/ladder/grpo.py --mesh data=-1,fsdp=8
     python tools/launch_pod.py --name my-pod --zone europe-west4-b --run -- ...        # really
 
 The pod is a Cloud TPU VM that exists already, with the same folder of this repository on each host (--directory) and
@@ -47,7 +48,8 @@ def prepare(config: Config) -> list[str]:
             raise ValueError(f"--{name} is empty: say which, e.g. --name my-pod --zone europe-west4-b")
     if not config.command or not any(part.endswith(".py") for part in config.command):
         raise ValueError(
-            f"command={shlex.join(config.command)!r}: give a Python file after --, e.g. -- python experiments/grpo.py"
+            f"command={shlex.join(config.command)!r}: give a Python file after --, "
+            "e.g. -- python experiments/ladder/grpo.py"
         )
     if config.run and shutil.which("gcloud") is None:
         raise ValueError(

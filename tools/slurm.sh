@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One process on each of four nodes, which find each other through Slurm's variables:
-#     sbatch tools/slurm.sh experiments/grpo.py --mesh data=-1,fsdp=8 --run-dir /shared/runs/grpo
+#     sbatch tools/slurm.sh experiments/ladder/grpo.py --mesh data=-1,fsdp=8 --run-dir /shared/runs/grpo
 # Slurm sends SIGTERM 120 seconds before the limit: the run saves, ends with 143 and is queued again.
 #SBATCH --job-name=jaxpg
 #SBATCH --nodes=4

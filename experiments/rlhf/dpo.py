@@ -2,67 +2,80 @@
 
     python experiments/rlhf/dpo.py                       # after sft.py and reward_model.py, beside ppo.py
 
-Rafailov et al. 2023, equation 7. The policy's log-ratio to the reference, times β, is a reward in itself; it is fitted
-to the same pairs by the same likelihood as the reward model. β says how far from the reference the policy may go.
+Rafailov et al. 2023, equation 7. The policy's log-ratio to the reference, times β, is a reward in itself; it is
+fitted to the same pairs by the same likelihood as the reward model. β says how far from the reference the policy may
+go.
 
-With seed 0 the true reward was 2.8 at 2.0 nats (SFT 1.8, PPO 2.7 at 3.0 nats), with more right answers than PPO's: 0.69
-against 0.39. The pairs were drawn from the reference and stay as they are: the policy is never told about completions
-that only it writes.
+With seed 0 the true reward was 2.8 at 2.0 nats (SFT 1.8, PPO 2.7 at 3.0 nats), with more right answers than PPO's:
+0.69 against 0.39. The pairs were drawn from the reference and stay as they are: the policy is never told about
+completions that only it writes.
 """
 
 import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pairs import encode_pairs, pair_batches, read_pairs
+from reward import check_done
 
-from jaxpg import ladder, rlhf
-from jaxpg.estimators import checks, preference
+from jaxpg import preference, recipe
 from jaxpg.parallel import sharding
+from jaxpg.rollout import policies
 from jaxpg.run import cli
-from jaxpg.training import loop
-from jaxpg.training.update import adamw
+from jaxpg.run.ranges import Between, Positive, PositiveFloat
+from jaxpg.training.update import make_update
 from jaxpg.types import Batch, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(rlhf.Config):
+class Config(recipe.Config):
     """Options of DPO."""
 
-    steps: int = 200
-    batch_size: int = 128  # pairs
-    learning_rate: float = 3e-4
-    beta: float = 0.3
-    label_smoothing: float = 0.0
+    model: str = "runs/rlhf/sft"  # the folder of step 1
+    pairs: Path = Path("runs/rlhf/reward_model")  # the folder of step 2, which has the pairs
+    task: str = "taste"
+    rl_steps: Positive = 200
+    batch_pairs: Positive = 128  # a step
+    rl_learning_rate: PositiveFloat = 3e-4
+    minibatches: Positive = 1
+    beta: PositiveFloat = 0.3
+    label_smoothing: Annotated[float, Between(0, 0.5)] = 0.0
 
 
-def prepare(config: Config) -> rlhf.Run:
+def prepare(config: Config) -> recipe.Setup:
     """Checks the options before anything is compiled or written."""
-    checks.positive("--beta", config.beta)
-    return rlhf.prepare(config, step="dpo", after=("sft", "reward_model"))
+    check_done(Path(config.model), script="sft.py")
+    check_done(config.pairs, script="reward_model.py")
+    if config.smoke:
+        config = dataclasses.replace(config, batch_pairs=32)
+    return recipe.prepare(config, name="rlhf/dpo")
 
 
-def token_log_probs(run: rlhf.Run):
+def token_log_probs(r: recipe.Recipe):
     """Builds (params, batch [N, 2, T]) -> log π of each token [N, 2, T]."""
-    log_probs = ladder.actor(run.model, temperature=run.config.temperature)
+    policy = policies.actor(r.model, r.sampling)
 
     def of(params, batch):
         rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), dataclasses.replace(batch, kl_coef=None))
-        return log_probs(params, rows)[0].reshape(batch.tokens.shape)
+        return policy(params, rows)[0].reshape(batch.tokens.shape)
 
     return of
 
 
-def with_reference(run: rlhf.Run, pairs: Batch) -> Batch:
+def with_reference(r: recipe.Recipe, params: dict, pairs: Batch) -> Batch:
     """Adds the reference's log-probs, once for all steps: neither it nor the pairs change."""
-    of, size = jax.jit(token_log_probs(run), out_shardings=sharding.replicated(run.mesh)), run.config.batch_size
+    of, size = jax.jit(token_log_probs(r), out_shardings=sharding.replicated(r.mesh)), r.config.batch_pairs
     parts = [jax.tree.map(lambda x, i=i: x[i : i + size], pairs) for i in range(0, len(pairs.tokens), size)]
-    return dataclasses.replace(pairs, ref_log_probs=np.concatenate([of(run.params, part) for part in parts]))
+    return dataclasses.replace(pairs, ref_log_probs=np.concatenate([of(params, part) for part in parts]))
 
 
-def loss_fn(run: rlhf.Run):
+def loss_fn(r: recipe.Recipe):
     """The mean of −log σ(β·(log-ratio of the chosen − log-ratio of the rejected)) over pairs."""
-    c, of = run.config, token_log_probs(run)
+    c, of = r.config, token_log_probs(r)
 
     def loss(params, batch):
         ours = preference.sequence_log_probs(of(params, batch), batch.action_mask)
@@ -78,26 +91,20 @@ def loss_fn(run: rlhf.Run):
     return loss
 
 
-def train(run: rlhf.Run) -> None:
+def train(r: recipe.Recipe) -> None:
     """Learns which completions are preferred, as a policy."""
-    c, before = run.config, run.config.run_dir / "reward_model"
-    with rlhf.session(run) as session:
-        pairs = with_reference(run, rlhf.encode_pairs(run, rlhf.read_pairs(before / "pairs.jsonl")))
-        optimizer = adamw(ladder.rise_and_fall(c.learning_rate, updates=c.steps), b2=0.99)
-        state, update = ladder.start_loss(run, loss_fn(run), run.params, optimizer=optimizer)
-        step = loop.supervised_step(rlhf.pair_batches(run, pairs), update)
-        state = rlhf.fit(session, step, state, show=("loss", "accuracy"))
-        reward = rlhf.load_reward(run, before)
-        found = rlhf.evaluate(run, state.params, reward=reward, reference=run.params)
-        found = rlhf.leave(session, found, params=state.params)
-    last = session.rows[-1]
-    rlhf.compare(session, {"SFT": rlhf.summary(run, "sft"), "DPO": found})
-    session.console.print(
-        f"Its implicit reward ended at {last['chosen_reward']:.2f} for the chosen completions and at "
-        f"{last['rejected_reward']:.2f} for the rejected ones, and agreed with {last['accuracy']:.0%} "
-        f"of the last labels. {found['seconds']:.0f} seconds."
-    )
+    c, params = r.config, r.warm_up()
+    pairs = encode_pairs(r.setup, read_pairs(c.pairs / "pairs.jsonl"))
+    batch = pair_batches(r.setup, with_reference(r, params, pairs), c.batch_pairs)
+    optimizer = r.optimizer(c.rl_learning_rate)
+    trainable = r.trainable(critic=False)
+    step = make_update(loss_fn(r), optimizer, num_microbatches=c.num_microbatches, trainable=trainable)
+    state = r.first_state(params, optimizer, trainable=trainable)
+    update = r.compiled(step, state)
+    for k, state in r.steps(state):
+        state, metrics = update(state, batch(k))
+        r.commit(k, state, metrics)
 
 
 if __name__ == "__main__":
-    cli.main(Config, prepare, train, description=__doc__)
+    cli.main(Config, prepare, partial(recipe.execute, train=train), description=__doc__)

@@ -1,6 +1,6 @@
 """What an algorithm is, the ladder by name, and the exact bias and variance of each."""
 
-from jaxpg.algorithms.algorithm import Algorithm, Outputs, Policy, PolicyLoss, make_loss_fn, to_batch
+from jaxpg.algorithms.algorithm import Algorithm, Critic, Outputs, Policy, PolicyLoss, make_loss_fn, to_batch
 from jaxpg.algorithms.named import (
     actor_critic,
     actor_critic_gae,
@@ -16,7 +16,7 @@ from jaxpg.algorithms.named import (
     opo,
     pass_at_k,
     ppo,
-    ppo_clip,
+    ppo_critic_free,
     ppo_penalty,
     reinforce,
     reinforce_baseline,
@@ -36,6 +36,7 @@ from jaxpg.algorithms.named import (
 
 __all__ = [
     "Algorithm",
+    "Critic",
     "Outputs",
     "Policy",
     "PolicyLoss",
@@ -54,7 +55,7 @@ __all__ = [
     "opo",
     "pass_at_k",
     "ppo",
-    "ppo_clip",
+    "ppo_critic_free",
     "ppo_penalty",
     "reinforce",
     "reinforce_baseline",

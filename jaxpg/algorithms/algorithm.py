@@ -1,6 +1,6 @@
 """What an algorithm is, and how it becomes the loss function of an update.
 
-Experience ──advantage──▶ Batch ──loss, value_loss──▶ [B, T] ──aggregate──▶ Weighted
+Experience ──advantage, critic.targets──▶ Batch ──loss, critic.loss──▶ [B, T] ──aggregate──▶ Weighted
 """
 
 import dataclasses
@@ -18,15 +18,35 @@ PolicyLoss = Callable[[Array, Batch], tuple[Array, dict[str, Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Critic:
+    """What a critic is to predict, and how its predictions are judged."""
+
+    targets: Callable[[Experience], Array]  # -> [B, T], its predictions should come to this
+    loss: Callable[[Array, Batch], Array]  # (values [B, T], batch) -> loss [B, T], without the weight
+    coef: float = 0.5  # weight of the loss in an update that actor and critic share
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """The choices that make a policy-gradient method. Those with a default are for a critic and for exploration."""
+    """The choices that make a policy-gradient method. Those with a default are extras.
+
+    The KL coefficient β has one home, `kl_coef`. It is the first β of a run, which starts from
+    `train_state.init(..., kl_coef=algorithm.kl_coef)`; `TrainState.kl_coef` is the β of the moment. `Batch.kl_coef` and
+    `Experience.kl_coef` are views of that. An algorithm that asks for no KL has 0, and reads no reference policy.
+
+    Raises:
+      ValueError: if `kl_coef` is negative.
+    """
 
     advantage: Callable[[Experience], Array]  # -> [P, G], one a response, or [B, T], one a token
     loss: PolicyLoss  # (log_probs [B, T], batch) -> loss [B, T], aux
     aggregate: Callable[[Array, Array], Weighted]  # (loss [B, T], action_mask [B, T]) -> Weighted
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    targets: Callable[[Experience], Array] | None = None  # -> [B, T], what the critic is to predict
-    value_loss: Callable[[Array, Batch], Array] | None = None  # (values [B, T], batch) -> [B, T], weight included
+    critic: Critic | None = None
+    kl_coef: float = 0.0  # the first β, of a KL penalty in the loss or in the reward
+
+    def __post_init__(self):
+        checks.non_negative("kl_coef", self.kl_coef)
 
 
 class Outputs(NamedTuple):
@@ -61,7 +81,7 @@ def to_batch(algorithm: Algorithm, experience: Experience) -> Batch:
             sampler_log_probs=rollout.log_probs if recomputed else None,
             advantages=advantages,
             segments=experience.segments,
-            returns=None if algorithm.targets is None else _targets(algorithm, experience),
+            returns=None if algorithm.critic is None else _targets(algorithm.critic, experience),
             values=experience.values,
             ref_log_probs=experience.ref_log_probs,
             observations=rollout.observations,
@@ -69,10 +89,10 @@ def to_batch(algorithm: Algorithm, experience: Experience) -> Batch:
     )
 
 
-def _targets(algorithm: Algorithm, experience: Experience) -> Array:
-    """The critic's targets; where no scorer applied, what it predicted, so that it learns nothing there."""
+def _targets(critic: Critic, experience: Experience) -> Array:
+    """The critic's targets [B, T]; where no scorer applied, what it predicted, so that it learns nothing there."""
     values = checks.require(experience, "values")
-    return jnp.where(experience.valid.reshape(-1, 1), algorithm.targets(experience), values)
+    return jnp.where(experience.valid.reshape(-1, 1), critic.targets(experience), values)
 
 
 def clear(batch: Batch) -> Batch:
@@ -89,41 +109,50 @@ def log_prob_gap(log_probs: Array, batch: Batch) -> Array:
     return jnp.abs(log_probs - checks.as_float(sampled))
 
 
-def make_loss_fn(algorithm: Algorithm, policy: Policy):
+def make_loss_fn(algorithm: Algorithm, policy: Policy, *, critic: bool = True):
     """Builds the loss function of `update.make_update` from an algorithm and a policy.
 
-        loss = aggregate(policy loss − entropy_coef·H + value loss)
+        loss = aggregate(policy loss − entropy_coef·H + critic.coef·critic loss)
 
-    Metrics are means over the actions of the batch: the entropy, and what the loss tells about itself. Where the
-    batch carries the log-probs it was sampled with, also `kl_old`, an estimate (k3) of KL(π_old ‖ π), and
-    `log_prob_gap` = mean |log π − log π_sampler|: in the first update after a rollout, the mismatch of sampler and
-    trainer, whether the trainer recomputed π_old or not.
+    The policy loss reads the KL coefficient β from `batch.kl_coef`. `update` sets it to the train state's; where the
+    batch has none, it is the algorithm's.
+
+    Metrics are means over the actions of the batch: the entropy, the loss's own metrics, and `value_loss`, the critic's
+    loss without its weight. Where the batch carries the log-probs it was sampled with, also `kl_old`, an estimate (k3)
+    of KL(π_old ‖ π), and `log_prob_gap` = mean |log π − log π_sampler|: in the first update after a rollout, the
+    mismatch of sampler and trainer, whether the trainer recomputed π_old or not.
 
     Args:
       algorithm: its losses and aggregation.
       policy: maps parameters and a batch to the log-probs of its tokens and the entropy at each, [B, T] float32, and to
-        the critic's values if the algorithm has a `value_loss`.
+        the critic's values if the loss has a share of the critic.
+      critic: False leaves the critic's loss out, for a critic with an update of its own.
 
     Raises:
-      ValueError: if the algorithm has a `value_loss` and the policy gives no values (when the loss is traced).
+      ValueError: if the loss has a share of the critic and the policy gives no values (when the loss is traced).
     """
 
     def loss_fn(params, batch: Batch) -> tuple[Weighted, dict[str, Weighted]]:
         outputs = Outputs(*policy(params, batch))
         # What is no action must not reach the loss: an infinity times a masked zero would be a NaN gradient.
         batch = clear(batch)
+        if batch.kl_coef is None:
+            batch = dataclasses.replace(batch, kl_coef=jnp.full(batch.tokens.shape[:1], algorithm.kl_coef))
         log_probs = jnp.where(batch.action_mask, outputs.log_probs, 0.0)
         loss, aux = algorithm.loss(log_probs, batch)
         aux = aux | {"entropy": outputs.entropy}
         if algorithm.entropy_coef:
             entropy = jnp.where(batch.action_mask, outputs.entropy, 0.0)
             loss += losses.entropy_bonus(entropy, coef=algorithm.entropy_coef)[0]
-        if algorithm.value_loss is not None:
+        if critic and algorithm.critic is not None:
             if outputs.values is None:
-                raise ValueError("value_loss is set, but the policy returned no values: return them as third output")
+                raise ValueError(
+                    "the algorithm has a critic, but the policy returned no values: return them as third output, or "
+                    "pass critic=False where the critic has an update of its own"
+                )
             values = jnp.where(batch.action_mask, outputs.values, 0.0)
-            aux["value_loss"] = algorithm.value_loss(values, batch)
-            loss += aux["value_loss"]
+            aux["value_loss"] = algorithm.critic.loss(values, batch)
+            loss += algorithm.critic.coef * aux["value_loss"]
         if batch.log_probs is not None:
             aux["kl_old"] = kl.k3(batch.log_probs, log_probs)
             aux["log_prob_gap"] = log_prob_gap(log_probs, batch)

@@ -146,8 +146,8 @@ def trajectories(mdp: TokenMDP) -> Trajectories:
 
 def log_probs(mdp: TokenMDP, params, listed: Trajectories) -> Array:
     """Log-prob of each action of each trajectory [P·N, T], 0 elsewhere."""
-    found = Outputs(*mdp.policy(params, listed.batch)).log_probs
-    return jnp.where(listed.batch.action_mask, found, 0.0)
+    outputs = Outputs(*mdp.policy(params, listed.batch))
+    return jnp.where(listed.batch.action_mask, outputs.log_probs, 0.0)
 
 
 def objective(mdp: TokenMDP, params) -> Array:
@@ -196,6 +196,8 @@ def moments(
 ) -> Moments:
     """Computes the exact mean and variance of a gradient estimate, over all draws of G completions of each prompt.
 
+    A critic's loss is no part of the estimate: ∇J is of the policy alone.
+
         E[g] = Σ_{groups} P(group)·g(group),   group ∈ multisets of G trajectories, one for each prompt
 
     Groups are enumerated as multisets, weighed by their permutations: an estimator must not care for the order of
@@ -210,7 +212,7 @@ def moments(
       trainer_params: π_old as the trainer computes it, where it differs from the sampler; None for no difference.
       ref_params: of the reference policy.
       values: [P·N, T] the critic's V on `trajectories(mdp)`, e.g. `true_values(mdp, params)` plus an error.
-      kl_coef: β, of algorithms that read one.
+      kl_coef: β; default the algorithm's.
       limit: largest number of groups to enumerate.
 
     Returns:
@@ -232,6 +234,8 @@ def moments(
         greedy = _greedy_returns(mdp, listed, sampler)
         groups, weights = _groups(mdp, _probabilities(mdp, sampler), group_size, limit)
         estimate = _as_estimator(estimator, mdp.policy)
+        if kl_coef is None and isinstance(estimator, Algorithm):
+            kl_coef = estimator.kl_coef
 
         def flat_gradient(rows: Array) -> Array:
             return ravel_pytree(estimate(params, _experience(listed, arrays, rows, greedy, kl_coef)))[0]
@@ -270,10 +274,11 @@ def _as_estimator(estimator: Algorithm | Estimator, policy: Policy) -> Estimator
     """Turns an algorithm into the ascent direction of its first update after a rollout."""
     if not isinstance(estimator, Algorithm):
         return estimator
-    loss_fn = make_loss_fn(estimator, policy)
+    actor = dataclasses.replace(estimator, critic=None)
+    loss_fn = make_loss_fn(actor, policy)
 
     def estimate(params, experience: Experience):
-        batch = to_batch(estimator, experience)
+        batch = to_batch(actor, experience)
         if experience.kl_coef is not None:
             batch = dataclasses.replace(batch, kl_coef=jnp.broadcast_to(experience.kl_coef, batch.tokens.shape[:1]))
         return jax.grad(lambda p: -loss_fn(p, batch)[0].mean)(params)
@@ -336,24 +341,25 @@ def _expectation(gradient: Callable[[Array], Array], groups: np.ndarray, weights
 
 def _probabilities(mdp: TokenMDP, sampler: Array) -> np.ndarray:
     """Probability of each completion of each prompt [P, N]."""
-    found = np.exp(np.asarray(sampler, float).sum(axis=-1)).reshape(mdp.num_prompts, -1)
-    if not np.allclose(found.sum(axis=-1), 1.0, atol=1e-4):
+    probabilities = np.exp(np.asarray(sampler, float).sum(axis=-1)).reshape(mdp.num_prompts, -1)
+    totals = probabilities.sum(axis=-1, keepdims=True)
+    if not np.allclose(totals, 1.0, atol=1e-4):
         raise ValueError(
-            f"policy: the completions of a prompt have probabilities that add up to {found.sum(axis=-1)}, not 1: "
+            f"policy: the completions of a prompt have probabilities that add up to {totals[:, 0]}, not 1: "
             f"mask its logits to the {mdp.vocab_size} tokens of the MDP"
         )
-    return found / found.sum(axis=-1, keepdims=True)
+    return probabilities / totals
 
 
 def _greedy_returns(mdp: TokenMDP, listed: Trajectories, sampler: Array) -> np.ndarray:
     """Return of the greedy completion of each prompt [P]: the most likely token after each prefix."""
-    found, tokens = np.asarray(sampler), listed.batch.tokens
+    sampler, tokens = np.asarray(sampler), listed.batch.tokens
     rows = np.arange(len(tokens)).reshape(mdp.num_prompts, -1)
     best = []
     for candidates in rows:
         for t in range(1, tokens.shape[1]):
             top = candidates[
-                np.argmax(np.where(listed.batch.action_mask[candidates, t], found[candidates, t], -np.inf))
+                np.argmax(np.where(listed.batch.action_mask[candidates, t], sampler[candidates, t], -np.inf))
             ]
             candidates = candidates[tokens[candidates, t] == tokens[top, t]]
         best.append(candidates[0])

@@ -1,25 +1,32 @@
 """The ladder by name: an algorithm is an advantage, a per-token loss and an aggregation.
 
-To read an algorithm, read its function; to compare two, compare their arguments; to write a new one, call
-`Algorithm(advantage=..., loss=..., aggregate=...)` with functions of your own. TRPO is `trpo` with
-`trust_region.make_update` in place of `update.make_update`. Bradley-Terry, DPO and IPO read pairs, see `preference`.
+To write a new one, call `Algorithm(advantage=..., loss=..., aggregate=...)` with functions of your own. `trpo` needs
+`trust_region.make_update` in place of `update.make_update`. For Bradley-Terry, DPO and IPO see `preference`.
 
 The granularity of actions is data, not an option: an action is a token, or a segment where the experience carries
-`segments` (one number an action). Who reads them:
-  advantages of segments: `reinforce_to_go`, `reinforce_baseline`, `reinforce_pp`, `actor_critic_gae`, `trpo`,
-    `ppo_penalty`, `ppo`, `rlhf`; all others credit the response as a whole, but `actor_critic` counts its n in tokens
-  one ratio and clip for each segment: `ppo`, `rlhf`, `ppo_clip`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo`,
-    `dr_grpo`, `dapo`, `lite_ppo`, `pass_at_k`, `gdpo` (see `on_batch.by_segment`), `gspo`
-  ratios of tokens all the same: `trpo`, `ppo_penalty`, `cispo`, `sapo`, and the weights of `with_truncated_importance`
-    and `with_icepop`; of responses all the same: `rloo_clip`, `gmpo`
-Losses without a ratio are indifferent: the log-prob of a segment is the sum of its tokens'.
+`segments`. The table says what has an advantage of its own, and what has a ratio and a clip of its own. Without
+segments, "segment" means a token, but for `gspo` the response. The weights of `with_truncated_importance` and
+`with_icepop` are of tokens.
+
+  algorithm                                                      advantage   ratio
+  `supervised`, `reinforce`, `remax`, `rloo`, `opo`, `maxrl`     response    none
+  `reinforce_to_go`, `reinforce_baseline`, `actor_critic_gae`    segment     none
+  `actor_critic`                                                 token       none
+  `trpo`, `ppo_penalty`                                          segment     token
+  `ppo`, `rlhf`, `reinforce_pp`                                  segment     segment
+  `ppo_critic_free`, `reinforce_pp_baseline`, `grpo`, `dr_grpo`  response    segment
+  `dapo`, `lite_ppo`, `pass_at_k`, `gdpo`, `gspo`                response    segment
+  `cispo`, `sapo`                                                response    token
+  `rloo_clip`, `gmpo`                                            response    response
+
+Losses without a ratio are indifferent to segments: the log-prob of a segment is the sum of its tokens'.
 
 Equations of the two articles the ladder follows, and where they live.
 
 Lan 2025, "From REINFORCE to Dr. GRPO" (numbers are the article's):
   1 return `returns.reward_to_go` | 2–5 V and Q `exact.true_values`, test_exact | 6 objective `exact.objective` |
   7–9 policy gradient theorem, with and without γ^t: test_exact | 10 `reinforce` | 11, 12 `reinforce_baseline` |
-  13 `remax` | 14 `rloo` | off-policy surrogate `losses.surrogate` | 15, 16 `ppo_clip` | 17 `returns.gae`, `ppo` |
+  13 `remax` | 14 `rloo` | off-policy surrogate `losses.surrogate` | 15, 16 `ppo_critic_free` | 17 `returns.gae` |
   advantage normalisation `masked.whiten` | 18 `grpo` | 19 `dr_grpo` times G/(G−1): on policy that is `rloo` |
   20 `advantages.group_normalized` | 21 `dr_grpo`
 
@@ -41,7 +48,7 @@ from functools import partial
 import jax.numpy as jnp
 
 from jaxpg.algorithms import on_batch
-from jaxpg.algorithms.algorithm import Algorithm
+from jaxpg.algorithms.algorithm import Algorithm, Critic
 from jaxpg.algorithms.on_batch import by_segment, old_and_advantages
 from jaxpg.algorithms.on_experience import (
     critic_targets,
@@ -54,9 +61,9 @@ from jaxpg.algorithms.on_experience import (
     whiten,
     with_kl_in_reward,
 )
-from jaxpg.estimators import advantages, aggregate, kl, losses, ratios, segments, value_losses
+from jaxpg.estimators import advantages, aggregate, checks, kl, losses, ratios, segments, value_losses
 from jaxpg.estimators.checks import require
-from jaxpg.types import Array, Experience
+from jaxpg.types import Array, Batch, Experience
 
 # ---- REINFORCE and its baselines ------------------------------------------------------------------------------------
 
@@ -152,6 +159,10 @@ def maxrl() -> Algorithm:
 # ---- With a critic --------------------------------------------------------------------------------------------------
 
 
+def _squared(values: Array, batch: Batch) -> Array:
+    return value_losses.squared(values, require(batch, "returns"))
+
+
 def actor_critic(*, n: int = 1, discount: float = 1.0, value_coef: float = 0.5) -> Algorithm:
     """A3C: n rewards and then the critic (Mnih 2016). n = 1 is TD(0); n >= the longest response is return − V."""
     targets = partial(n_step, n=n, discount=discount)
@@ -159,8 +170,7 @@ def actor_critic(*, n: int = 1, discount: float = 1.0, value_coef: float = 0.5) 
         advantage=lambda e: targets(e) - require(e, "values"),
         loss=on_batch.score,
         aggregate=aggregate.sequence_mean_token_sum,
-        targets=targets,
-        value_loss=lambda values, batch: value_coef * value_losses.squared(values, require(batch, "returns")),
+        critic=Critic(targets, _squared, coef=value_coef),
     )
 
 
@@ -171,30 +181,32 @@ def actor_critic_gae(*, discount: float = 1.0, lambda_: float = 0.95, value_coef
         advantage=estimate,
         loss=on_batch.score,
         aggregate=aggregate.sequence_mean_token_sum,
-        targets=lambda e: critic_targets(estimate(e), e),
-        value_loss=lambda values, batch: value_coef * value_losses.squared(values, require(batch, "returns")),
+        critic=Critic(lambda e: critic_targets(estimate(e), e), _squared, coef=value_coef),
     )
 
 
 def trpo(*, discount: float = 1.0, lambda_: float = 0.95) -> Algorithm:
-    """TRPO's objective, GAE under the plain surrogate; the constraint is `trust_region.make_update` (Schulman 2015)."""
-    return Algorithm(
-        advantage=partial(gae, discount=discount, lambda_=lambda_),
+    """TRPO: GAE under the plain surrogate (Schulman 2015); its critic needs an update of its own."""
+    return dataclasses.replace(
+        actor_critic_gae(discount=discount, lambda_=lambda_),
         loss=lambda log_probs, batch: losses.surrogate(log_probs, *old_and_advantages(batch)),
         aggregate=aggregate.token_mean,
     )
 
 
-def ppo_penalty(*, discount: float = 1.0, lambda_: float = 0.95, value_coef: float = 0.5) -> Algorithm:
-    """PPO with a penalty β·KL(π_old ‖ π) (Schulman 2017, eq. 8); β is `TrainState.kl_coef`.
+def ppo_penalty(
+    *, discount: float = 1.0, lambda_: float = 0.95, value_coef: float = 0.5, kl_coef: float = 0.2
+) -> Algorithm:
+    """PPO with a penalty β·KL(π_old ‖ π) (Schulman 2017, eq. 8).
 
-    `update.make_kl_adaptation` moves β by factors, so it needs `train_state.init(..., kl_coef=...)` above 0: 0, the
-    default there, is no penalty and stays none.
+    `update.make_kl_adaptation` moves β by factors, so the first one, `kl_coef`, must be above 0.
     """
+    checks.positive("kl_coef", kl_coef)
     return dataclasses.replace(
         actor_critic_gae(discount=discount, lambda_=lambda_, value_coef=value_coef),
         loss=on_batch.kl_penalty,
         aggregate=aggregate.token_mean,
+        kl_coef=kl_coef,
     )
 
 
@@ -213,32 +225,34 @@ def ppo(
 
     def value_loss(values, batch):
         old, targets = require(batch, "values"), require(batch, "returns")
-        return value_coef * value_losses.clipped(values, old, targets, clip=value_clip)
+        return value_losses.clipped(values, old, targets, clip=value_clip)
 
     return Algorithm(
         advantage=lambda e: whiten(estimate(e), e),
         loss=partial(on_batch.clip, clip_low=clip_low, clip_high=clip_high),
         aggregate=aggregate.token_mean,
         entropy_coef=entropy_coef,
-        targets=lambda e: critic_targets(estimate(e), e),
-        value_loss=value_loss,
+        critic=Critic(lambda e: critic_targets(estimate(e), e), value_loss, coef=value_coef),
     )
 
 
-def rlhf(**options) -> Algorithm:
-    """RLHF: `ppo` on r_t − β·k1_t, anchored to the reference policy (Ouyang 2022); β is `Experience.kl_coef`."""
+def rlhf(*, kl_coef: float = 0.1, **options) -> Algorithm:
+    """RLHF: `ppo`, whose options it takes, on r_t − β·k1_t, anchored to the reference policy (Ouyang 2022).
+
+    kl_coef is the first β, above 0. The β of the moment is read from `Experience.kl_coef`: set it to the train state's.
+    """
+    checks.positive("kl_coef", kl_coef)
     plain = ppo(**options)
+    critic = dataclasses.replace(plain.critic, targets=lambda e: plain.critic.targets(with_kl_in_reward(e)))
     return dataclasses.replace(
-        plain,
-        advantage=lambda e: plain.advantage(with_kl_in_reward(e)),
-        targets=lambda e: plain.targets(with_kl_in_reward(e)),
+        plain, advantage=lambda e: plain.advantage(with_kl_in_reward(e)), critic=critic, kl_coef=kl_coef
     )
 
 
 # ---- Without a critic -----------------------------------------------------------------------------------------------
 
 
-def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Algorithm:
+def ppo_critic_free(*, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Algorithm:
     """PPO's clipped objective on response rewards whitened over the batch, without a critic (Schulman 2017, eq. 7).
 
     dual_clip bounds the loss of a negative advantage at a huge ratio (Ye 2020, eq. 5); 3 is common.
@@ -250,34 +264,38 @@ def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float 
     )
 
 
-def reinforce_pp(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+def reinforce_pp(*, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0) -> Algorithm:
     """REINFORCE++: reward-to-go with k1 in the reward, whitened over the batch's tokens (Hu 2025).
 
-    Without KL if the experience has neither `kl_coef` nor `ref_log_probs`.
+    kl_coef is the first β; 0 leaves the KL out. The β of the moment is read from `Experience.kl_coef`.
     """
 
     def advantage(e):
-        anchored = e.kl_coef is not None or e.ref_log_probs is not None
-        return whiten(reward_to_go(with_kl_in_reward(e) if anchored else e), e)
+        return whiten(reward_to_go(with_kl_in_reward(e) if kl_coef > 0 else e), e)
 
-    return dataclasses.replace(ppo_clip(clip_low=clip_low, clip_high=clip_high), advantage=advantage)
+    plain = ppo_critic_free(clip_low=clip_low, clip_high=clip_high)
+    return dataclasses.replace(plain, advantage=advantage, kl_coef=kl_coef)
 
 
 def reinforce_pp_baseline(*, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0) -> Algorithm:
-    """REINFORCE++ with baseline: group mean off, then scaled over the batch, k2 in the loss (Hu 2025)."""
+    """REINFORCE++ with baseline: group mean off, scaled over the batch, k2 in the loss if kl_coef > 0 (Hu 2025)."""
+    anchor = kl.k2 if kl_coef > 0 else None
     return Algorithm(
         advantage=group(advantages.group_centered_batch_normalized),
-        loss=partial(on_batch.clip, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, estimator=kl.k2),
+        loss=partial(on_batch.clip, clip_low=clip_low, clip_high=clip_high, kl_estimator=anchor),
         aggregate=aggregate.token_mean,
+        kl_coef=kl_coef,
     )
 
 
 def grpo(*, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0) -> Algorithm:
-    """GRPO: z-score in the group, mean over tokens then over samples, k3 in the loss (Shao 2024, eq. 3)."""
+    """GRPO: z-score in the group, mean over tokens then samples, k3 in the loss if kl_coef > 0 (Shao 2024, eq. 3)."""
+    anchor = kl.k3 if kl_coef > 0 else None
     return Algorithm(
         advantage=group(advantages.group_normalized),
-        loss=partial(on_batch.clip, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef),
+        loss=partial(on_batch.clip, clip_low=clip_low, clip_high=clip_high, kl_estimator=anchor),
         aggregate=aggregate.sequence_mean_token_mean,
+        kl_coef=kl_coef,
     )
 
 
@@ -294,7 +312,7 @@ def dr_grpo(*, max_new_tokens: int, clip_low: float = 0.2, clip_high: float = 0.
 
 
 def dapo(*, limit: int, margin: int, clip_low: float = 0.2, clip_high: float = 0.28) -> Algorithm:
-    """DAPO: higher upper wall, token mean, overlong shaping, no KL (Yu 2025).
+    """DAPO: higher upper clip bound, token mean, overlong shaping, no KL (Yu 2025).
 
     limit and margin, in tokens: `advantages.overlong_penalty`. Resampling groups of equal rewards is the loop's part.
     """
@@ -309,7 +327,7 @@ def dapo(*, limit: int, margin: int, clip_low: float = 0.2, clip_high: float = 0
 def lite_ppo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
     """Lite PPO: the group's mean, but the batch's std, so that no prompt is weighed by its difficulty (Liu 2025)."""
     return dataclasses.replace(
-        ppo_clip(clip_low=clip_low, clip_high=clip_high), advantage=group(advantages.group_centered_batch_scaled)
+        ppo_critic_free(clip_low=clip_low, clip_high=clip_high), advantage=group(advantages.group_centered_batch_scaled)
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import jax.numpy as jnp
 
 from jaxpg.algorithms.algorithm import Algorithm, PolicyLoss
-from jaxpg.estimators import kl, losses, segments
+from jaxpg.estimators import kl, losses, ratios, segments
 from jaxpg.estimators.checks import require
 from jaxpg.types import Array, Batch
 
@@ -22,13 +22,22 @@ def old_and_advantages(batch: Batch) -> tuple[Array, Array]:
     return require(batch, "log_probs"), require(batch, "advantages")
 
 
-def clip(log_probs: Array, batch: Batch, *, kl_coef: float = 0.0, estimator=kl.k3, **walls):
-    """See `losses.ppo_clip`, over segments if there are any, plus kl_coef times a KL estimate to the reference."""
-    loss, aux = by_segment(partial(losses.ppo_clip, **walls), log_probs, batch, batch.segments)
-    if kl_coef == 0.0:
+def clip(
+    log_probs: Array,
+    batch: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    kl_estimator: Callable[[Array, Array], Array] | None = None,
+):
+    """See `losses.ppo_clip`, over segments if there are any; with an estimator, plus β·KL(π ‖ π_ref)."""
+    surrogate = partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    loss, aux = by_segment(surrogate, log_probs, batch, batch.segments)
+    if kl_estimator is None:
         return loss, aux
-    penalty = estimator(log_probs, require(batch, "ref_log_probs"))
-    return loss + kl_coef * penalty, aux | {"kl_ref": penalty}
+    penalty = kl_estimator(log_probs, require(batch, "ref_log_probs"))
+    return loss + require(batch, "kl_coef")[:, None] * penalty, aux | {"kl_ref": penalty}
 
 
 def kl_penalty(log_probs: Array, batch: Batch):
@@ -41,7 +50,9 @@ def kl_penalty(log_probs: Array, batch: Batch):
 def by_segment(loss_fn: Callable, log_probs: Array, batch: Batch, ids: Array | None):
     """Applies a loss of ratios to segments as actions: the ratio of a segment is that of its tokens' product.
 
-        loss_t = loss_fn(Σ_{u in the segment of t} d_u, A_t) / |segment|,   d = log π − log π_old
+        loss_t = loss_fn(Σ_{u in the segment of t} d_u, A_t) / |segment|,   d = log π − log π_old, bounded to ±20
+
+    A loss of `losses` bounds the sum to ±20 as well.
 
     Sums over tokens count each segment once. Means over tokens still divide by the number of tokens: `token_mean` is
     (segments / tokens) times the mean over segments, and `sequence_mean_token_mean` so for each response, so that
@@ -58,7 +69,7 @@ def by_segment(loss_fn: Callable, log_probs: Array, batch: Batch, ids: Array | N
         return loss_fn(log_probs, old, advantages)
     total = partial(segments.total, segments=ids, mask=batch.action_mask)
     # The differences are summed: sums over thousands of tokens would cancel all but a few digits of each other.
-    loss, aux = loss_fn(total(log_probs - old), jnp.zeros_like(log_probs), advantages)
+    loss, aux = loss_fn(total(ratios.log_ratio(log_probs, old)), jnp.zeros_like(log_probs), advantages)
     return loss / jnp.maximum(total(jnp.ones_like(log_probs)), 1.0), aux
 
 

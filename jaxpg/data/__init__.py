@@ -5,8 +5,8 @@ import os
 # Before transformers is imported: it complains about a missing torch, which jaxpg never needs.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-from jaxpg.data.encoding import decode_completions, encode_demonstrations, encode_prompts
+from jaxpg.data.encoding import decode_completions, encode_demonstrations, encode_prompts, encode_segments
 from jaxpg.data.packing import pack
 from jaxpg.data.tokenizers import characters
 
-__all__ = ["characters", "decode_completions", "encode_demonstrations", "encode_prompts", "pack"]
+__all__ = ["characters", "decode_completions", "encode_demonstrations", "encode_prompts", "encode_segments", "pack"]

@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxpg.types import Batch, Rollout
 
+Completion = str | Sequence[tuple[str, bool]]  # the policy's text, or segments (text, whether the policy wrote it)
+
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, length: int
@@ -35,33 +37,76 @@ def encode_prompts(
 
 
 def encode_demonstrations(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str], *, length: int
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    completions: Sequence[Completion],
+    *,
+    length: int,
+    stop_token: int | None = None,
 ) -> Batch:
     """Tokenizes prompts with their completions, a stop token after each, right-padded; the completions are actions.
 
     Args:
-      tokenizer: its `eos_token_id` ends a completion.
+      tokenizer: without adding special tokens of its own, as `encode_prompts`.
       prompts: B texts.
-      completions: B texts.
+      completions: B texts, or conversations as `encode_segments` takes them.
       length: T, the room for both and the stop token.
+      stop_token: ends a completion and is an action; default the tokenizer's `eos_token_id`.
 
     Returns:
       A Batch of [B, T] tokens and masks.
 
     Raises:
-      ValueError: as `encode_prompts`.
+      ValueError: as `encode_prompts`, or if there is no stop token.
     """
+    stop_token = tokenizer.eos_token_id if stop_token is None else stop_token
+    if stop_token is None:
+        raise ValueError("stop_token=None, and the tokenizer has no eos_token: name the token that ends a completion")
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
-    completion_ids = tokenizer(list(completions), add_special_tokens=False)["input_ids"]
+    encoded = encode_segments(tokenizer, completions)
     shape = (len(prompt_ids), length)
     tokens, token_mask, action_mask = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
-    for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-        ids = [*prompt, *completion, tokenizer.eos_token_id]
-        _check(tokenizer, prompts[row] + completions[row], ids, length, "demonstration", "length")
+    for row, (prompt, (completion, actions)) in enumerate(zip(prompt_ids, encoded, strict=True)):
+        ids = [*prompt, *completion, stop_token]
+        _check(tokenizer, prompts[row] + _text(completions[row]), ids, length, "demonstration", "length")
         tokens[row, : len(ids)] = ids
         token_mask[row, : len(ids)] = True
-        action_mask[row, len(prompt) : len(ids)] = True
+        action_mask[row, len(prompt) : len(ids)] = [*actions, True]
     return Batch(tokens=tokens, token_mask=token_mask, action_mask=action_mask)
+
+
+def encode_segments(
+    tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]
+) -> list[tuple[list[int], list[bool]]]:
+    """Tokenizes completions that several parties write, each segment by itself, as the sampler meets them.
+
+    Args:
+      tokenizer: as of `encode_prompts`.
+      completions: for each a list of segments (text, whether the policy wrote it). A plain text is the policy's.
+
+    Returns:
+      For each completion its token ids, and which of them are actions.
+    """
+    parts = [_segments(completion) for completion in completions]
+    texts = [text for segments in parts for text, _ in segments]
+    ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    encoded = []
+    for segments in parts:
+        tokens: list[int] = []
+        actions: list[bool] = []
+        for _, is_action in segments:
+            tokens += (own := next(ids))
+            actions += [is_action] * len(own)
+        encoded.append((tokens, actions))
+    return encoded
+
+
+def _segments(completion: Completion) -> list[tuple[str, bool]]:
+    return [(completion, True)] if isinstance(completion, str) else list(completion)
+
+
+def _text(completion: Completion) -> str:
+    return "".join(text for text, _ in _segments(completion))
 
 
 def decode_completions(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:

@@ -15,10 +15,10 @@ from jaxpg.types import Array, Batch, Experience
 _REMEDIES = {
     "advantages": "make the batch with algorithms.to_batch, or set Batch.advantages",
     "greedy_rewards": "set Experience.greedy_rewards [P], the rewards of the greedy completions",
-    "kl_coef": "set Experience.kl_coef [] for a KL in the reward; update.make_update sets Batch.kl_coef",
+    "kl_coef": "set Experience.kl_coef [] to the train state's; make_loss_fn and update.make_update set Batch.kl_coef",
     "log_probs": "make the batch with algorithms.to_batch, or set Batch.log_probs [B, T], those of π_old",
     "ref_log_probs": "set Experience.ref_log_probs [B, T], of the reference policy, or ask for no KL to it",
-    "returns": "give the algorithm `targets` and make the batch with algorithms.to_batch",
+    "returns": "give the algorithm a `critic` and make the batch with algorithms.to_batch",
     "sampler_log_probs": "set Experience.trainer_log_probs [B, T], the rollout's as the trainer computes them at π_old",
     "scores": "set Experience.scores [P, G, K], the rewards of the K scorers apart",
     "values": "set Experience.values [B, T], the critic's V before each action",

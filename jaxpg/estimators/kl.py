@@ -7,6 +7,9 @@ small bias). *As losses* differentiated through log π they differ, on policy (T
     E ∇k1 = 0                the KL belongs into the reward then, or use another one
     E ∇k2 = ∇KL(π‖π_ref)
     E ∇k3 = ∇KL(π_ref‖π)     gradient of the other KL
+
+All three bound d to ±20 (`ratios.LOG_RATIO_BOUND`), so that k3 of one broken token cannot be infinite; past the bound
+their gradient is 0. `clamp` tightens that.
 """
 
 import jax
@@ -22,7 +25,7 @@ Clamp = tuple[float, float] | None
 def k1(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
     """Estimates KL(π‖π_ref) by the log-ratio: unbiased, of either sign, high variance.
 
-        k1 = d,   d = log π − log π_ref
+        k1 = d,   d = log π − log π_ref, bounded to ±20
 
     As a loss its expected gradient on policy is 0: it constrains nothing. Its place is the reward (r_t −
     β·k1_t).
@@ -31,7 +34,7 @@ def k1(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
     Args:
       log_probs: [...] of tokens drawn from π; carries gradient.
       ref_log_probs: [...] of the same tokens under π_ref; normally data.
-      clamp: None, or (bound on |d|, bound on |k|); past a bound the gradient is 0.
+      clamp: None, or (tighter bound on |d|, bound on |k|); past a bound the gradient is 0.
 
     Returns:
       [...] float32.
@@ -45,7 +48,7 @@ def k1(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
 def k2(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
     """Estimates KL(π‖π_ref) by half the squared log-ratio: biased a little, low variance.
 
-        k2 = d²/2,   d = log π − log π_ref
+        k2 = d²/2,   d = log π − log π_ref, bounded to ±20
 
     As a loss its expected gradient on policy is ∇KL(π‖π_ref).
     Source: Schulman 2020 (blog "Approximating KL divergence"), k2.
@@ -53,7 +56,7 @@ def k2(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
     Args:
       log_probs: [...] of tokens drawn from π; carries gradient.
       ref_log_probs: [...] of the same tokens under π_ref; normally data.
-      clamp: None, or (bound on |d|, bound on |k|); past a bound the gradient is 0.
+      clamp: None, or (tighter bound on |d|, bound on |k|); past a bound the gradient is 0.
 
     Returns:
       [...] float32, never negative.
@@ -67,7 +70,7 @@ def k2(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
 def k3(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
     """Estimates KL(π‖π_ref) by the log-ratio and a control variate: unbiased, low variance near d = 0.
 
-        k3 = e^{−d} + d − 1,   d = log π − log π_ref
+        k3 = e^{−d} + d − 1,   d = log π − log π_ref, bounded to ±20
 
     As a loss its expected gradient on policy is that of the *other* KL, ∇KL(π_ref‖π).
     Source: Schulman 2020 (blog "Approximating KL divergence"), k3; Shao et al. 2024 (GRPO), eq. 4.
@@ -75,10 +78,10 @@ def k3(log_probs, ref_log_probs, *, clamp: Clamp = None) -> Array:
     Args:
       log_probs: [...] of tokens drawn from π; carries gradient.
       ref_log_probs: [...] of the same tokens under π_ref; normally data.
-      clamp: None, or (bound on |d|, bound on |k|), (20, 10) is common; past a bound the gradient is 0.
+      clamp: None, or (tighter bound on |d|, bound on |k|), (20, 10) is common; past a bound the gradient is 0.
 
     Returns:
-      [...] float32, not negative up to rounding; inf for d below about −88 unless clamped.
+      [...] float32, not negative up to rounding, at most e^{20}.
 
     Raises:
       ValueError: if shapes differ or a bound is not positive.
@@ -172,7 +175,7 @@ def proportional(coef, kl, *, target: float, horizon: float, batch: float) -> Ar
 
 
 def _estimate(estimator, log_probs, ref_log_probs, clamp: Clamp) -> Array:
-    """Applies an estimator to the log-ratio, between the two optional bounds."""
+    """Applies an estimator to the bounded log-ratio, between the two optional, tighter bounds."""
     checks.same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
     d = log_ratio(log_probs, ref_log_probs)
     if clamp is None:

@@ -22,6 +22,7 @@ from jaxpg.types import Array
 # positions a row. Each chunk sums a gradient of the vocabulary projection over the devices: the fewer, the better.
 LOGITS_AT_A_TIME = 2**27
 SMALLEST_CHUNK = 128
+LOGITS_THAT_ARE_KEPT = 2**24  # on a device: so few are kept for the backward pass, not computed again
 
 
 def token_log_probs(logits, tokens, *, temperature: float = 1.0) -> Array:
@@ -80,7 +81,8 @@ def from_hidden(
 
     The logits of at most `chunk` positions exist at a time, in the forward pass and again in the backward pass, which
     computes them anew: B·chunk·V in place of B·T·V for a fourth matrix product with the vocabulary beside the usual
-    three. The loop runs over time only, so rows that are spread over devices stay where they are.
+    three. The loop runs over time only, so rows that are spread over devices stay where they are. Where one chunk has
+    room for all and a device has at most 2²⁴ logits, as with small models, they are kept and nothing is computed anew.
 
         log_probs, entropy = from_hidden(partial(model.unembed, params), hidden, tokens)
 
@@ -106,11 +108,9 @@ def from_hidden(
     if length == 0:
         nothing = jnp.zeros(tokens.shape, jnp.promote_types(hidden.dtype, jnp.float32))
         return nothing, nothing if with_entropy else None
-    num_chunks = -(-length // (chunk or _fitting_chunk(unembed, hidden)))
-    split = partial(_split, num_chunks=num_chunks, size=-(-length // num_chunks))
+    per_position = _logits_per_position(unembed, hidden)
+    num_chunks = -(-length // (chunk or max(int(LOGITS_AT_A_TIME / per_position), SMALLEST_CHUNK)))
 
-    # In a loop nothing can merge the two computations of the logits, so the barriers against it are not needed.
-    @partial(jax.checkpoint, prevent_cse=False)
     def of_chunk(hidden, tokens, index):
         logits = unembed(hidden)
         if logits.shape[:-1] != tokens.shape:
@@ -123,8 +123,13 @@ def from_hidden(
 
     tokens, last = tokens[..., 1:], tokens.ndim - 1
     index = jnp.broadcast_to(jnp.arange(1, length + 1), tokens.shape)
+    if num_chunks == 1 and length * per_position <= LOGITS_THAT_ARE_KEPT:
+        return jax.tree.map(align, of_chunk(hidden[..., :-1, :], tokens, index))
+    split = partial(_split, num_chunks=num_chunks, size=-(-length // num_chunks))
     chunks = (split(hidden[..., :-1, :], axis=last), split(tokens, axis=last), split(index, axis=last))
-    results = jax.lax.map(lambda x: of_chunk(*x), chunks)
+    # In a loop nothing can merge the two computations of the logits, so the barriers against it are not needed.
+    again = jax.checkpoint(of_chunk, prevent_cse=False)
+    results = jax.lax.map(lambda x: again(*x), chunks)
     return jax.tree.map(lambda y: align(_join(y)[..., :length]), results)
 
 
@@ -138,12 +143,12 @@ def _check_hidden(hidden, tokens, temperature, chunk) -> tuple[Array, Array]:
     return hidden, checks.integer("tokens", tokens, hidden.shape[:-1])
 
 
-def _fitting_chunk(unembed: Callable[[Array], Array], hidden: Array) -> int:
-    """How many positions of each row have `LOGITS_AT_A_TIME` on a device, on the mesh of the moment."""
+def _logits_per_position(unembed: Callable[[Array], Array], hidden: Array) -> float:
+    """How many logits a device has for one position of each row, on the mesh of the moment."""
     *leading, _, _ = hidden.shape
     vocabulary = jax.eval_shape(unembed, hidden[..., :1, :]).shape[-1]
     parts = sharding.parts(vocabulary, "tensor") * (sharding.parts(leading[0], "data", "fsdp") if leading else 1)
-    return max(LOGITS_AT_A_TIME * parts // max(math.prod(leading) * vocabulary, 1), SMALLEST_CHUNK)
+    return max(math.prod(leading) * vocabulary, 1) / parts
 
 
 def _split(x: Array, *, axis: int, num_chunks: int, size: int) -> Array:

@@ -9,9 +9,10 @@ through them, except where an equation says so).
 - The factor γ^t in front of the policy gradient at time t is dropped, as everybody does.
 - For a step or the whole response as the action, give `segments.total(log_probs, segments, mask)` and the old
   ones alike, and aggregate over `segments.first(segments, mask)`, which counts every action once.
+- d = log π − log π_old is bounded to ±20 wherever a ratio is made of it (`ratios.LOG_RATIO_BOUND`): one broken token
+  cannot make the loss infinite, and has no gradient through its ratio.
 - Functions without a mask are pointwise: set log-probs to 0 off the actions beforehand (`masked.fill`), so
-  that no exp of garbage can send 0 · inf = NaN back to the parameters. The aggregator leaves masked values
-  out.
+  that no NaN there reaches the parameters. The aggregator leaves masked values out.
 """
 
 import jax
@@ -76,7 +77,7 @@ def ppo_clip(
         loss_t = −min(ratio_t·A_t, clip(ratio_t, 1−clip_low, 1+clip_high)·A_t)
         loss_t = min(loss_t, −dual_clip·A_t) where A_t < 0, if dual_clip
 
-    The gradient is exactly 0 past a wall on the side where moving on would raise the objective, and that of
+    The gradient is exactly 0 past a clip bound on the side where moving on would raise the objective, and that of
     `surrogate` everywhere else. Source: Schulman et al. 2017 (PPO), eq. 7; clip_high > clip_low: Yu et al.
     2025 (DAPO), eq. 10; dual clip: Ye et al. 2020, "dual-clip PPO".
 
@@ -84,13 +85,13 @@ def ppo_clip(
       log_probs: [..., T]; carries gradient.
       old_log_probs: [..., T]; data.
       advantages: [..., T] or [..., 1]; data.
-      clip_low: distance of the lower wall from ratio 1, at most 1.
-      clip_high: distance of the upper wall from ratio 1.
+      clip_low: distance of the lower clip bound from ratio 1, at most 1.
+      clip_high: distance of the upper clip bound from ratio 1.
       dual_clip: None, or the largest |loss/A| > 1 of tokens with A < 0.
 
     Returns:
-      (loss [..., T] float32, aux: ratio, and bool clipped_low, clipped_high, clipped_dual: where that wall
-      took the gradient away).
+      (loss [..., T] float32, aux: ratio, and bool clipped_low, clipped_high, clipped_dual: where that
+      clip bound took the gradient away).
 
     Raises:
       ValueError: if shapes do not match, a clip is negative, clip_low > 1, or dual_clip <= 1.
@@ -116,15 +117,15 @@ def gspo(
 
     With one token a response it is `ppo_clip`. Aggregate by `sequence_mean_token_mean` for the paper's
     objective.
-    Source: Zheng et al. 2025 (GSPO), eqs. 5 and 7; walls as in its section 5.1.
+    Source: Zheng et al. 2025 (GSPO), eqs. 5 and 7; clip bounds as in its section 5.1.
 
     Args:
       log_probs: [..., T]; carries gradient at True positions.
       old_log_probs: [..., T]; data.
       advantages: [..., 1], or [..., T] constant in a segment; data.
       mask: [..., T] bool, action tokens.
-      clip_low: distance of the lower wall from ratio 1.
-      clip_high: distance of the upper wall from ratio 1.
+      clip_low: distance of the lower clip bound from ratio 1.
+      clip_high: distance of the upper clip bound from ratio 1.
       segments: [..., T] int, to have a ratio for each step instead of one for the response.
 
     Returns:
@@ -145,16 +146,16 @@ def gmpo(log_probs, old_log_probs, advantages, mask, *, clip_low: float = 0.4, c
         loss_t = −exp(1/|o| Σ_t c_t)·A for every token t of the response
 
     Clipping is per token and in log space, before the mean; with one token a response it is `ppo_clip`
-    between the walls e^{−clip_low} and e^{clip_high}. Source: Zhao et al. 2025 (GMPO), its clipped objective,
-    walls (e^{−0.4}, e^{0.4}).
+    between the clip bounds e^{−clip_low} and e^{clip_high}. Source: Zhao et al. 2025 (GMPO), its clipped objective,
+    clip bounds (e^{−0.4}, e^{0.4}).
 
     Args:
       log_probs: [..., T]; carries gradient at True positions.
       old_log_probs: [..., T]; data.
       advantages: [..., 1], or [..., T] of one sign in a response; data.
       mask: [..., T] bool, action tokens.
-      clip_low: lower wall, in nats.
-      clip_high: upper wall, in nats.
+      clip_low: lower clip bound, in nats.
+      clip_high: upper clip bound, in nats.
 
     Returns:
       (loss [..., T] float32, aux: ratio of the response, and bool clipped_low, clipped_high of the token).
@@ -168,8 +169,8 @@ def gmpo(log_probs, old_log_probs, advantages, mask, *, clip_low: float = 0.4, c
     advantages = _advantages(advantages, d)
     high = (advantages > 0) & (d > clip_high)
     low = (advantages < 0) & (d < -clip_low)
-    walled = jnp.where(high, clip_high, jnp.where(low, -clip_low, d))
-    ratio = jnp.exp(_response_mean(walled, mask))
+    clipped = jnp.where(high, clip_high, jnp.where(low, -clip_low, d))
+    ratio = jnp.exp(_response_mean(clipped, mask))
     aux = {"ratio": jax.lax.stop_gradient(ratio), "clipped_low": low, "clipped_high": high}
     return -ratio * advantages, aux
 
@@ -179,22 +180,23 @@ def cispo(log_probs, old_log_probs, advantages, *, clip_low: float = 1.0, clip_h
 
         loss_t = −stop_gradient(clip(ratio_t, 1−clip_low, 1+clip_high))·A_t·log π(a_t)
 
-    Source: MiniMax 2025 (MiniMax-M1), eqs. 4 and 5; the lower wall is off there, which is clip_low=1 here.
+    Source: MiniMax 2025 (MiniMax-M1), eqs. 4 and 5; the lower clip bound is off there, which is clip_low=1 here.
 
     Args:
       log_probs: [..., T]; carries gradient, the weight does not.
       old_log_probs: [..., T]; data.
       advantages: [..., T] or [..., 1]; data.
-      clip_low: distance of the weight's lower wall from 1, at most 1.
-      clip_high: distance of the weight's upper wall from 1.
+      clip_low: distance of the weight's lower clip bound from 1, at most 1.
+      clip_high: distance of the weight's upper clip bound from 1.
 
     Returns:
-      (loss [..., T] float32, aux: ratio, and bool capped_low, capped_high: where a wall changed the weight).
+      (loss [..., T] float32, aux: ratio, and bool capped_low, capped_high: where a clip bound changed the
+      weight).
 
     Raises:
       ValueError: if shapes do not match, a clip is negative, or clip_low > 1.
     """
-    _walls(clip_low, clip_high)
+    _check_clips(clip_low, clip_high)
     ratio = jax.lax.stop_gradient(ratios.token(log_probs, old_log_probs))
     low, high = 1.0 - clip_low, 1.0 + clip_high
     loss = -jnp.clip(ratio, low, high) * _advantages(advantages, ratio) * checks.as_float(log_probs)
@@ -234,13 +236,11 @@ def sapo(
     checks.positive("temperature_positive", temperature_positive)
     checks.positive("temperature_negative", temperature_negative)
     d = ratios.log_ratio(log_probs, old_log_probs)
-    # The gate is 1 to machine precision long before e^20, where exp would overflow into inf · 0 in the
-    # gradient.
-    ratio = jnp.exp(jnp.minimum(d, 20.0))
+    ratio = jnp.exp(d)
     advantages = _advantages(advantages, d)
     tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
     gate = jax.nn.sigmoid(tau * (ratio - 1.0))
-    aux = {"ratio": jnp.exp(d), "gate": 4.0 * gate * (1.0 - gate)}
+    aux = {"ratio": ratio, "gate": 4.0 * gate * (1.0 - gate)}
     return -(4.0 / tau) * gate * advantages, jax.lax.stop_gradient(aux)
 
 
@@ -263,22 +263,20 @@ def entropy_bonus(entropy, *, coef: float) -> Loss:
 
 
 def _clipped(d: Array, advantages: Array, clip_low: float, clip_high: float, dual_clip) -> Loss:
-    """Evaluates the clipped surrogate of a log-ratio.
+    """Evaluates the clipped surrogate of a bounded log-ratio.
 
-    Written by cases, which equals min and clip, so that the gradient past a wall is an exact 0 even where exp
-    overflows.
+    Written by cases, which equals min and clip, so that the gradient past a clip bound is exactly 0.
     """
-    _walls(clip_low, clip_high)
+    _check_clips(clip_low, clip_high)
     if dual_clip is not None and checks.is_number(dual_clip) and not dual_clip > 1:
         raise ValueError(f"dual_clip={dual_clip}: must be greater than 1, or None for no dual clip")
     ratio = jax.lax.stop_gradient(jnp.exp(d))
     high = (advantages > 0) & (ratio > 1.0 + clip_high)
     low = (advantages < 0) & (ratio < 1.0 - clip_low)
     dual = jnp.zeros_like(low) if dual_clip is None else (advantages < 0) & (ratio > dual_clip)
-    wall = 1.0 if dual_clip is None else dual_clip
-    wall = jnp.where(high, 1.0 + clip_high, jnp.where(low, 1.0 - clip_low, wall))
-    walled = high | low | dual
-    loss = -jnp.where(walled, wall, jnp.exp(jnp.where(walled, 0.0, d))) * advantages
+    bound = 1.0 if dual_clip is None else dual_clip
+    bound = jnp.where(high, 1.0 + clip_high, jnp.where(low, 1.0 - clip_low, bound))
+    loss = -jnp.where(high | low | dual, bound, jnp.exp(d)) * advantages
     return loss, {"ratio": ratio, "clipped_low": low, "clipped_high": high, "clipped_dual": dual}
 
 
@@ -287,11 +285,11 @@ def _response_mean(d: Array, mask: Array) -> Array:
     return masked.fill(jnp.broadcast_to(masked.mean(d, mask, axis=-1, keepdims=True), d.shape), mask)
 
 
-def _walls(clip_low: float, clip_high: float) -> None:
+def _check_clips(clip_low: float, clip_high: float) -> None:
     checks.non_negative("clip_low", clip_low)
     checks.non_negative("clip_high", clip_high)
     if checks.is_number(clip_low) and clip_low > 1:
-        raise ValueError(f"clip_low={clip_low}: must be at most 1, which is no lower wall: ratios are >= 0")
+        raise ValueError(f"clip_low={clip_low}: must be at most 1, which is no lower clip bound: ratios are >= 0")
 
 
 def _advantages(advantages, per_token: Array) -> Array:

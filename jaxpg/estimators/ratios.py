@@ -1,8 +1,12 @@
 """Importance ratios π/π_old of tokens, steps and responses, and weights against a mismatched sampler.
 
+Log-ratios of tokens and of segments are bounded to ±`LOG_RATIO_BOUND` before they are exponentiated. Ratios therefore
+lie between e^{−20} and e^{20}, and one broken token cannot make a batch's loss infinite. Past the bound the gradient is
+0. A NaN stays a NaN. verl bounds token ratios at ±20 as well.
+
 Log-probs outside the mask may be anything for functions that take a mask. The others are pointwise: set the
-log-probs to 0 off the actions first (`masked.fill`, as the training loop does), since the gradient of exp at
-an infinity is 0 · inf = NaN, whatever mask is applied later.
+log-probs to 0 off the actions first (`masked.fill`, as `make_loss_fn` does), since a NaN there would reach the
+gradient, whatever mask is applied later.
 """
 
 import jax
@@ -12,11 +16,13 @@ from jaxpg.estimators import checks
 from jaxpg.estimators import segments as segments_lib
 from jaxpg.types import Array
 
+LOG_RATIO_BOUND = 20.0  # nats; e^20 is 4.9e8, so that sums over a batch stay far below float32's 3e38
+
 
 def token(log_probs, old_log_probs) -> Array:
     """Computes each token's ratio.
 
-        ratio_t = exp(log π(a_t) − log π_old(a_t))
+        ratio_t = exp(d_t),   d = log π − log π_old, bounded to ±20
 
     Source: Schulman et al. 2017 (PPO), section 3, r_t(θ).
 
@@ -36,9 +42,10 @@ def token(log_probs, old_log_probs) -> Array:
 def segment_product(log_probs, old_log_probs, segments, mask) -> Array:
     """Computes the ratio of each segment's probabilities, and gives it to every token of the segment.
 
-        ratio_t = exp(Σ_{u in the segment of t} d_u),   d = log π − log π_old
+        ratio_t = exp(Σ_{u in the segment of t} d_u),   d = log π − log π_old; d and its sum are bounded to ±20
 
-    The exact importance ratio of an action that is a step or a response; its variance grows with the length.
+    Within the bounds this is the exact importance ratio of an action that is a step or a response. Its variance grows
+    with the length.
 
     Args:
       log_probs: [..., T]; carries gradient at True positions.
@@ -52,13 +59,13 @@ def segment_product(log_probs, old_log_probs, segments, mask) -> Array:
     Raises:
       ValueError: if shapes differ, `mask` is not boolean or `segments` not integer.
     """
-    return jnp.exp(segments_lib.total(log_ratio(log_probs, old_log_probs), segments, mask))
+    return jnp.exp(bounded(segments_lib.total(log_ratio(log_probs, old_log_probs), segments, mask)))
 
 
 def segment_mean(log_probs, old_log_probs, segments, mask) -> Array:
     """Computes the geometric mean of each segment's token ratios, and gives it to every token of the segment.
 
-        ratio_t = exp(1/|segment| Σ_{u in the segment of t} d_u),   d = log π − log π_old
+        ratio_t = exp(1/|segment| Σ_{u in the segment of t} d_u),   d = log π − log π_old, bounded to ±20
 
     Source: Zheng et al. 2025 (GSPO), eq. 7, for segments that are whole responses.
 
@@ -82,7 +89,8 @@ def truncated(log_probs, sampler_log_probs, *, cap: float) -> Array:
 
         weight_t = stop_gradient(min(π(a_t)/π_sampler(a_t), cap))
 
-    To be multiplied onto a per-token loss when sampler and trainer compute different probabilities.
+    To be multiplied onto a per-token loss when sampler and trainer compute different probabilities. The log-ratio is
+    bounded to ±20.
     Source: Ionides 2008 (truncated importance sampling); Yao et al. 2025 for sampler/trainer mismatch.
 
     Args:
@@ -107,7 +115,7 @@ def banded(log_probs, sampler_log_probs, *, low: float = 0.5, high: float = 5.0)
         weight_t = stop_gradient(k_t if low <= k_t <= high else 0),   k_t = π(a_t)/π_sampler(a_t)
 
     A dropped token still counts in an aggregator's weight; take it out of the mask as well (`weight > 0`) for
-    a mean over the kept tokens.
+    a mean over the kept tokens. The log-ratio is bounded to ±20.
     Source: Ling Team 2025 (Ring-1T), section on IcePop, the masking function M(k; α, β).
 
     Args:
@@ -131,6 +139,33 @@ def banded(log_probs, sampler_log_probs, *, low: float = 0.5, high: float = 5.0)
 
 
 def log_ratio(log_probs, old_log_probs) -> Array:
-    """Subtracts in float32: d = log π − log π_old, of equal shapes."""
+    """Subtracts log-probs in float32 and bounds the difference.
+
+        d_t = clip(log π(a_t) − log π_old(a_t), ±20)
+
+    Args:
+      log_probs: [...]; carries gradient, exactly 0 past the bound.
+      old_log_probs: [...]; normally data.
+
+    Returns:
+      [...] float32.
+
+    Raises:
+      ValueError: if shapes differ.
+    """
     checks.same_shape(log_probs=log_probs, old_log_probs=old_log_probs)
-    return checks.as_float(log_probs) - checks.as_float(old_log_probs)
+    return bounded(checks.as_float(log_probs) - checks.as_float(old_log_probs))
+
+
+def bounded(log_ratios) -> Array:
+    """Bounds log-ratios, or sums of them, before they are exponentiated.
+
+        y = clip(d, ±20)
+
+    Args:
+      log_ratios: [...] d; carries gradient, exactly 0 past the bound.
+
+    Returns:
+      [...] float32; NaN where d is NaN.
+    """
+    return jnp.clip(checks.as_float(log_ratios), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -80,7 +80,7 @@ class GGUFSource:
 
     Attributes:
       config: the content of config.json, with RoPE both as transformers 5 names it and as it was named before.
-      generation_config: the content of generation_config.json.
+      generation_config: the content of generation_config.json, with every token that ends a reply.
       shapes: shape of each tensor by its Hugging Face name; projections are [out, in].
     """
 
@@ -105,7 +105,8 @@ class GGUFSource:
         self.config = self._read_config()
         self._entries = self._map_tensors()
         self.shapes = {name: self._shape(entry) for name, entry in self._entries.items()}
-        self.generation_config = self._tokens | {"_from_model_config": True}
+        stops = gguf_tokenizer.stop_tokens(self._file.metadata) or None
+        self.generation_config = self._tokens | {"_from_model_config": True, "eos_token_id": stops}
         self._latest: tuple[str, np.ndarray | None] = ("", None)
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:

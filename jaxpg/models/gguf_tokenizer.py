@@ -14,6 +14,9 @@ _WORDS = (
 _SPLITS = {"qwen2": _WORDS.replace("DIGITS", ""), "llama-bpe": _WORDS.replace("DIGITS", "{1,3}")}
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
+# How llama.cpp knows the end of a turn in a file that does not name it (llama-vocab.cpp).
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+
 
 def special_ids(metadata: dict) -> dict:
     """Ids of the first, the last and the padding token, as config.json has them; without a padding token, eos pads."""
@@ -23,6 +26,19 @@ def special_ids(metadata: dict) -> dict:
     }
     ids["pad_token"] = ids["eos_token"] if ids["pad_token"] is None else ids["pad_token"]
     return {f"{name}_id": i for name, i in ids.items()}
+
+
+def stop_tokens(metadata: dict) -> list[int]:
+    """Ids that end a reply: of the text, of a turn and of a message that calls a tool, in this order, each once.
+
+    Where the file names no end of a turn, a control token that is known as one stands in.
+    """
+    eos, eot, eom = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
+    if eot is None:
+        tokens, types = (metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+        control = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
+        eot = next((control[text] for text in _ENDS_OF_TURN if text in control), None)
+    return list(dict.fromkeys(i for i in (eos, eot, eom) if i is not None))
 
 
 def build(metadata: dict, name: str, *, max_length: int) -> PreTrainedTokenizerFast:

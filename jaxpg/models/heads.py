@@ -1,26 +1,13 @@
 """Heads with one number a token: the critic's value and a reward model's score, on a trunk of one's choice.
 
-A head is {"kernel": [E], "bias": []} in float32 and reads the hidden states of `Model.hidden`. What it sits on is
-decided by whoever writes the policy of `algorithms.make_loss_fn`. On the trunk of the actor, both losses train that:
-
-    params = {"model": model_params, "value_head": heads.init(key, config.hidden_size)}
-
-    def policy(params, batch):
-        hidden = model.hidden(params["model"], batch.tokens, batch.token_mask)
-        log_probs, entropy = logprobs.from_hidden(partial(model.unembed, params["model"]), hidden, batch.tokens)
-        return log_probs, entropy, heads.values(params["value_head"], hidden)
-
-On a trunk of its own, each loss trains its own subtree. The copy is a real one, since the arrays of a donated state
-must not be shared:
-
-    trunk = jax.tree.map(jnp.copy, model_params)
-    params = {"actor": model_params, "critic": {"trunk": trunk, "head": heads.init(key, config.hidden_size)}}
+A head is {"kernel": [E], "bias": []} in float32 and reads the hidden states of `Model.hidden`. `rollout.policies` puts
+a critic's head on the actor's trunk, on a copy of it, or on adapters of its own. A policy with another trunk is short:
 
     def policy(params, batch):
         actor, critic = params["actor"], params["critic"]
         hidden = model.hidden(actor, batch.tokens, batch.token_mask)
         log_probs, entropy = logprobs.from_hidden(partial(model.unembed, actor), hidden, batch.tokens)
-        hidden = model.hidden(critic["trunk"], batch.tokens, batch.token_mask)
+        hidden = critic_model.hidden(critic["trunk"], batch.tokens, batch.token_mask)
         return log_probs, entropy, heads.values(critic["head"], hidden)
 
 A reward model is a trunk and a head too: `rewards(head, model.hidden(trunk, tokens, token_mask), token_mask)`, trained
@@ -39,8 +26,8 @@ def init(key: Array, hidden_size: int, *, scale: float = 0.0) -> dict:
 
         kernel ~ N(0, scale²/E),   bias = 0
 
-    At scale 0 it says 0 everywhere. Its first gradient then moves the head alone: the trunk's is the kernel times
-    something, and follows from the second update on.
+    At scale 0 it says 0 everywhere. The first gradient then reaches only the head, because the trunk's gradient is
+    proportional to the kernel, which is 0.
 
     Args:
       key: a typed PRNG key.

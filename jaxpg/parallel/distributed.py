@@ -76,7 +76,7 @@ def initialize(
         ) from error
 
 
-def is_first() -> bool:
+def is_primary() -> bool:
     """Says whether this process writes the records."""
     return jax.process_index() == 0
 
@@ -120,25 +120,25 @@ def fetch(tree):
 
 def gather(mesh: Mesh, tree):
     """Puts together on every host what each knows of its own rows, as `pick_local` dealt them out."""
-    if alone():
+    if single_process():
         return jax.tree.map(np.asarray, tree)
     return fetch(sharding.put_rows(mesh, tree))
 
 
-def meet(where: str) -> None:
+def barrier(where: str) -> None:
     """Waits until all processes have come here."""
-    if not alone():
+    if not single_process():
         multihost_utils.sync_global_devices(where)
 
 
 def any_of(flag: bool) -> bool:
     """Says whether it is so in any process."""
-    return flag if alone() else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+    return flag if single_process() else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
-def texts(text: str) -> list[str]:
+def allgather_strings(text: str) -> list[str]:
     """Tells every process the text of each, in the order of the processes."""
-    if alone():
+    if single_process():
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
     who = multihost_utils.process_allgather(np.array([jax.process_index(), len(data)], np.int32))
@@ -148,38 +148,38 @@ def texts(text: str) -> list[str]:
     return [bytes(rooms[row][: who[row, 1]]).decode() for row in np.argsort(who[:, 0])]
 
 
-def alone() -> bool:
+def single_process() -> bool:
     """Says whether there are no other processes, without waking the devices where JAX was told of none."""
     return not jax.distributed.is_initialized() or jax.process_count() == 1
 
 
-class Told(ValueError):
+class RemoteError(ValueError):
     """What one process found wrong, raised in all of them."""
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def raise_together() -> Iterator[None]:
     """Raises a ValueError of this block in all processes, also in those that found nothing wrong.
 
     All processes wait for each other at the end of the block. Blocks may be nested: where a process fails before an
     inner one, the others are told at the end of that.
 
     Raises:
-      Told: in place of the ValueError, where there are other processes.
+      RemoteError: in place of the ValueError, where there are other processes.
     """
-    if alone():
+    if single_process():
         yield
         return
     wrong = ""
     try:
         yield
-    except Told:
+    except RemoteError:
         raise  # all have heard of it
     except ValueError as error:
         wrong = str(error) or repr(error)
-    for process, said in enumerate(texts(wrong)):
+    for process, said in enumerate(allgather_strings(wrong)):
         if said:
-            raise Told(said if process == 0 else f"{said} (process {process})")
+            raise RemoteError(said if process == 0 else f"{said} (process {process})")
 
 
 def check_same(options: Mapping[str, object]) -> None:
@@ -189,10 +189,10 @@ def check_same(options: Mapping[str, object]) -> None:
       options: values by name, whose `str` says what they are. Those of `Options` may differ.
 
     Raises:
-      Told: in all processes, naming what differs.
+      RemoteError: in all processes, naming what differs.
     """
     mine = {name: str(value) for name, value in options.items() if name not in OPTIONS}
-    first, *others = map(json.loads, texts(json.dumps(mine)))
+    first, *others = map(json.loads, allgather_strings(json.dumps(mine)))
     differences = [
         f"{name} is {first.get(name)!r} in process 0 and {other.get(name)!r} in process {process}"
         for process, other in enumerate(others, 1)
@@ -200,4 +200,5 @@ def check_same(options: Mapping[str, object]) -> None:
         if first.get(name) != other.get(name)
     ]
     if differences:
-        raise Told(f"the processes have different options ({'; '.join(differences[:8])}): give all of them the same")
+        listed = "; ".join(differences[:8])
+        raise RemoteError(f"the processes have different options ({listed}): give all of them the same")

@@ -1,10 +1,12 @@
-"""How good a policy is: accuracy of completions, pass@k, majority@k, by difficulty."""
+"""How good a policy is: accuracy of completions with its interval, pass@k, majority@k, by difficulty."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+Z_95 = 1.959963984540054  # the standard normal lies within ± this with probability 0.95
 Problem = object  # a task's own type; only its scorer looks inside
 
 
@@ -34,6 +36,29 @@ def complete(
 def accuracy(score: Callable[[Problem, str], float], problems: Sequence[Problem], texts: Sequence[str]) -> float:
     """Averages the scores of one completion a problem."""
     return float(np.mean([score(problem, text) for problem, text in zip(problems, texts, strict=True)]))
+
+
+def interval(successes_mean: float, n: int) -> tuple[float, float]:
+    """Returns the 95 % Wilson score interval of a success probability (Wilson 1927).
+
+        (p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n),    z = 1.96
+
+    For means of scores between 0 and 1 that are not all 0 or 1 it is wider than need be.
+
+    Args:
+      successes_mean: p, the share of successes.
+      n: how many problems it is the mean of.
+
+    Returns:
+      The bounds; both are NaN where there is no interval, for n = 0 and for a mean outside [0, 1].
+    """
+    p = float(successes_mean)
+    if n < 1 or not 0.0 <= p <= 1.0:
+        return math.nan, math.nan
+    z2 = Z_95**2 / n
+    center, half = p + z2 / 2, Z_95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n))
+    low, high = (center - half) / (1 + z2), (center + half) / (1 + z2)
+    return 0.0 if p == 0 else low, 1.0 if p == 1 else high  # without what rounding leaves
 
 
 def pass_at_k(num_samples: np.ndarray, num_correct: np.ndarray, *, k: int) -> np.ndarray:

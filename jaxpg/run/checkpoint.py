@@ -5,7 +5,6 @@ array. So a file that does not belong to the run is refused with a reason, and o
 """
 
 import contextlib
-import dataclasses
 import errno
 import importlib.metadata
 import json
@@ -15,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,7 +23,6 @@ from orbax.checkpoint import checkpoint_managers as managers
 from jaxpg.parallel import distributed
 from jaxpg.parallel.paths import by_path
 from jaxpg.run import faults, fingerprint
-from jaxpg.training.train_state import TrainState
 
 FORMAT = 2  # of the record; a reader refuses a newer one
 LIBRARIES = ("jaxpg", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -95,12 +94,12 @@ class Checkpointer:
         """The iterations that have a complete checkpoint."""
         return sorted(self._manager.all_steps())
 
-    def save(self, iteration: int, state: TrainState, record: dict, *, score: float | None = None) -> None:
+    def save(self, iteration: int, state, record: dict, *, score: float | None = None) -> None:
         """Starts writing a checkpoint and returns; a later save waits for this one.
 
         Args:
           iteration: iterations done.
-          state: may be donated as soon as this returns.
+          state: any pytree of arrays; may be donated as soon as this returns.
           record: anything JSON, kept beside the state.
           score: what `keep_best` compares, e.g. held-out accuracy.
 
@@ -108,7 +107,7 @@ class Checkpointer:
           RuntimeError: if Orbax declined to save, or could not write the checkpoint before this one.
         """
         self.check()
-        state = fingerprint.without_key_types(state)
+        state = _tree(fingerprint.without_key_types(state))
         told = {
             "format": FORMAT,
             "versions": {name: _version(name) for name in LIBRARIES},
@@ -138,11 +137,11 @@ class Checkpointer:
                 continue
         return None
 
-    def restore(self, like: TrainState, iteration: int | None = None) -> tuple[TrainState, dict]:
+    def restore(self, like, iteration: int | None = None) -> tuple[Any, dict]:
         """Reads a checkpoint into the shapes, dtypes and shardings of `like`, on any mesh and number of processes.
 
         Args:
-          like: a state of arrays or of `jax.ShapeDtypeStruct` with shardings.
+          like: a pytree of arrays or of `jax.ShapeDtypeStruct` with shardings.
           iteration: default the newest that is whole; damaged ones are set aside, with a warning.
 
         Raises:
@@ -223,15 +222,15 @@ class Checkpointer:
             )
         return told
 
-    def _read(self, iteration: int, like: TrainState) -> tuple[TrainState, dict]:
-        raw = fingerprint.without_key_types(like)
+    def _read(self, iteration: int, like) -> tuple[Any, dict]:
+        raw = _tree(fingerprint.without_key_types(like))
         told = self._read_record(iteration)
         self._check_arrays(iteration, told["arrays"], _arrays(raw))
         args = ocp.args.Composite(state=ocp.args.StandardRestore(_abstract(raw)))
         state = self._all_agree(iteration, lambda: self._manager.restore(iteration, args=args)["state"])
         self._check_fingerprints(iteration, told, state)
-        key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(like.key))
-        return dataclasses.replace(state, key=key), told["record"]
+        leaves = map(_with_key_type, jax.tree.leaves(state), jax.tree.leaves(like))
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), told["record"]
 
     def _check_arrays(self, iteration: int, saved: dict, wanted: dict) -> None:
         differing = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
@@ -271,9 +270,9 @@ class Checkpointer:
         """Renames a damaged checkpoint, so that its number can be used again, and warns."""
         folder = Path(self._manager.directory)
         aside = next(path for i in range(1000) if not (path := folder / f"damaged-{iteration}-{i}").exists())
-        if distributed.is_first() and not self._read_only:
+        if distributed.is_primary() and not self._read_only:
             (folder / str(iteration)).rename(aside)
-        distributed.meet(f"jaxpg, set aside {iteration}")
+        distributed.barrier(f"jaxpg, set aside {iteration}")
         self._manager.reload()
         done = "Not touched, since this is for reading only" if self._read_only else f"Set aside as {aside.name}"
         warnings.warn(f"{error}. {done}; going on with the one before", stacklevel=3)
@@ -345,6 +344,18 @@ def _version(name: str) -> str:
 def _arrays(tree) -> dict[str, str]:
     """Path -> dtype and shape, such as "float32[64,192]"."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "") for path, leaf in by_path(tree).items()}
+
+
+def _tree(state):
+    """The state, one array alone within a dictionary: Orbax saves no bare arrays."""
+    return {"state": state} if jax.tree.structure(state) == jax.tree.structure(0) else state
+
+
+def _with_key_type(x, like):
+    """Makes a typed key of its integers, where there was one."""
+    if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return x
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
 
 
 def _abstract(tree):

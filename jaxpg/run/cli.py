@@ -44,13 +44,13 @@ def main(
         try:
             options = _parse(config, description, args)
             _join_others(options)
-            with distributed.together():
+            with distributed.raise_together():
                 prepared = prepare(options)
         except ValueError as error:
             _refuse(str(error))
         run(prepared)
     except (Exception, KeyboardInterrupt) as error:
-        if distributed.alone():
+        if distributed.single_process():
             raise
         traceback.print_exc()
         sys.stdout.flush()

@@ -58,7 +58,7 @@ class Preemption:
         self._noticed = True
 
 
-def sift(parts: Sequence[dict[str, Weighted]]) -> tuple[list[dict[str, Weighted]], dict[str, int]]:
+def split_skipped(parts: Sequence[dict[str, Weighted]]) -> tuple[list[dict[str, Weighted]], dict[str, int]]:
     """Tells the updates that were made from those that were skipped since they were not finite.
 
     Args:
@@ -75,7 +75,7 @@ def sift(parts: Sequence[dict[str, Weighted]]) -> tuple[list[dict[str, Weighted]
     return made or list(parts), {"nonfinite_updates": len(skipped)} | counts
 
 
-class Streak:
+class NonFiniteGuard:
     """Ends a run after too many steps in a row with an update that was skipped."""
 
     def __init__(self, limit: int):

@@ -2,10 +2,23 @@
 
 import dataclasses
 import json
+import os
 import tempfile
 from pathlib import Path
 
 from jaxpg.parallel import distributed
+
+
+def check_run(run_dir: Path, config: dict, *, resume: bool) -> None:
+    """Does what `open_run` does before it writes anything.
+
+    Raises:
+      ValueError: as `open_run`.
+    """
+    with distributed.raise_together():
+        if distributed.is_primary():
+            _check(run_dir, config, resume=resume)
+            _check_writable("--run-dir", run_dir)
 
 
 def open_run(run_dir: Path, config: dict, *, resume: bool) -> None:
@@ -20,12 +33,16 @@ def open_run(run_dir: Path, config: dict, *, resume: bool) -> None:
       ValueError: if the folder holds a run and `resume` is off, a run of another configuration, or something else, or
         cannot be written. Nothing has been written then.
     """
-    with distributed.together():
-        if distributed.is_first():
-            _open(run_dir, config, resume=resume)
+    with distributed.raise_together():
+        if distributed.is_primary():
+            _check(run_dir, config, resume=resume)
+            if not (run_dir / "config.json").exists():
+                make_folder("--run-dir", run_dir)
+                write_json(run_dir / "config.json", config)
 
 
-def _open(run_dir: Path, config: dict, *, resume: bool) -> None:
+def _check(run_dir: Path, config: dict, *, resume: bool) -> None:
+    """Raises ValueError where the folder holds a run that this one does not go on with, or something else."""
     path = run_dir / "config.json"
     if path.exists():
         differences = _differences(json.loads(path.read_text()), config)
@@ -39,11 +56,15 @@ def _open(run_dir: Path, config: dict, *, resume: bool) -> None:
                 f"--run-dir={run_dir} already holds this run: pass --resume to go on with it, "
                 "or choose another --run-dir"
             )
-        return
-    if run_dir.exists() and not (run_dir.is_dir() and all(_is_partial(found) for found in run_dir.iterdir())):
+    elif run_dir.exists() and not (run_dir.is_dir() and all(_is_partial(found) for found in run_dir.iterdir())):
         raise ValueError(f"--run-dir={run_dir} exists and is not the folder of a run: choose another --run-dir")
-    make_folder("--run-dir", run_dir)
-    write_json(path, config)
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    """Raises ValueError where the folder could not be made, or files in it."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise ValueError(f"{option}: {folder} cannot be written, choose another folder")
 
 
 def make_folder(option: str, folder: Path) -> None:

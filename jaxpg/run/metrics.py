@@ -1,12 +1,16 @@
 """From device sums to numbers, and numbers to a JSONL file that can be rewound."""
 
+import functools
 import json
 import math
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
+from jaxpg.run.faults import split_skipped
 from jaxpg.types import Weighted
 
 
@@ -19,6 +23,33 @@ def to_floats(metrics: dict[str, Weighted]) -> dict[str, float]:
     """Divides each total by its weight, on the host, after a single transfer."""
     fetched = jax.device_get(metrics)
     return {name: float(value.total) / float(value.weight) if value.weight else 0.0 for name, value in fetched.items()}
+
+
+def sum_up(parts: Sequence[dict[str, Weighted]]) -> dict[str, float]:
+    """The means over the updates of a step that were made, and how many were skipped (`faults.split_skipped`).
+
+    They are added up on the host: operations of many devices between the updates cost time, and have locked up eight
+    virtual CPU devices in a collective of the update.
+    """
+    made, skipped = split_skipped(jax.device_get(list(parts)))
+    return to_floats(functools.reduce(add, made)) | skipped
+
+
+def numbers(row: Mapping[str, object]) -> dict[str, object]:
+    """Turns a row's `Weighted` and arrays into numbers, and counts an update that its "nonfinite" says was skipped."""
+    weighted = {name: value for name, value in row.items() if isinstance(value, Weighted)}
+    plain = jax.device_get({name: value for name, value in row.items() if name not in weighted})
+    plain = {name: _number(name, value) for name, value in plain.items()}
+    return (sum_up([weighted]) if weighted else {}) | plain
+
+
+def _number(name: str, value):
+    """A number of Python for an array of one, and anything else as it is."""
+    if not isinstance(value, np.ndarray | np.generic):
+        return value
+    if value.size != 1:
+        raise ValueError(f"row[{name!r}] has shape {value.shape}: must be a number, e.g. the mean")
+    return value.item()
 
 
 class JsonlWriter:

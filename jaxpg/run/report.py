@@ -56,8 +56,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     return built
 
 
+def shorten(text: str, most: int = 300) -> str:
+    """The end of a long text."""
+    return text if len(text) <= most else "…" + text[-most:]
+
+
 def in_words(rows: Sequence[dict]) -> list[str]:
-    """Says what people ask about the numbers of a policy-gradient run: the rows of `loop.policy_gradient_step`."""
+    """Says what people ask about the numbers of a policy-gradient run: rows of `rollout.describe` and of an update."""
 
     def mean(name: str) -> float:
         return sum(row[name] for row in rows) / len(rows)
@@ -193,5 +198,5 @@ def draw_points(path: Path, points: dict[str, dict[str, tuple[float, float]]], *
 
 def _save(figure, path: Path) -> None:
     """Writes a picture, the first process for all."""
-    if distributed.is_first():
+    if distributed.is_primary():
         figure.savefig(path, dpi=120)

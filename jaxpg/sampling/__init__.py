@@ -5,5 +5,6 @@ from jaxpg.sampling.filters import Filter
 from jaxpg.sampling.multi_turn import Conversation, converse
 from jaxpg.sampling.sampler import sample
 from jaxpg.sampling.scoring import score
+from jaxpg.sampling.settings import Sampling
 
-__all__ = ["Conversation", "Filter", "converse", "generate", "prepare", "sample", "score"]
+__all__ = ["Conversation", "Filter", "Sampling", "converse", "generate", "prepare", "sample", "score"]

@@ -1,8 +1,8 @@
 """The arguments of sampling, checked before anything is compiled."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -11,17 +11,18 @@ from jaxpg.models import Model
 from jaxpg.parallel.sharding import target_platform
 from jaxpg.sampling.decoding import Settings
 from jaxpg.sampling.filters import Filter
+from jaxpg.sampling.stop_strings import Automaton
 from jaxpg.types import Array, Rollout
 
-if TYPE_CHECKING:
-    from jaxpg.sampling.stop_strings import Automaton
-
-__all__ = ["Request", "at_least", "request"]
+__all__ = ["Request", "at_least", "check", "check_temperature"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of the sampler, beside parameters, prompts and key; the fields are described at `sample`."""
+    """What is asked of the sampler, beside parameters, prompts and key; `sample` describes the fields.
+
+    The signatures of `sample`, `generate` and `converse` name these fields, with these defaults.
+    """
 
     model: Model
     max_new_tokens: int
@@ -30,7 +31,7 @@ class Request:
     temperature: float = 1.0
     filters: Sequence[Filter] = ()
     prompt_ids: Array | None = None
-    stop_strings: "Automaton | None" = None
+    stop_strings: Automaton | None = None
     min_new_tokens: int | Array = 0
     row_limits: Array | None = None
     greedy: bool = False
@@ -43,24 +44,28 @@ class Request:
         return Settings(self.model, float(self.temperature), tuple(self.filters), self.unroll, self.greedy, has_minimum)
 
 
+def check_temperature(value: float) -> None:
+    """Raises ValueError for a temperature that nothing can be sampled at."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"temperature={value}: must be 0 (greedy) or positive, and finite")
+
+
 def unrolls_by_default() -> bool:
     """Are layers of decode steps unrolled? On TPUs they are scanned over, see `sampler.sample`."""
     return target_platform() != "tpu"
 
 
-def request(prompts: Array, prompt_mask: Array, **options) -> Request:
-    """Builds a Request.
+def check(r: Request, prompts: Array, prompt_mask: Array) -> Request:
+    """Checks a Request against its prompts, and decides what it leaves open.
 
     Raises:
       ValueError: naming the argument, its value and what is allowed.
     """
-    r = Request(**options)
     if r.unroll is None:
         r = dataclasses.replace(r, unroll=unrolls_by_default())
     at_least("max_new_tokens", r.max_new_tokens, 1)
     at_least("samples_per_prompt", r.samples_per_prompt, 1)
-    if r.temperature < 0:
-        raise ValueError(f"temperature={r.temperature}: must be 0 (greedy) or positive")
+    check_temperature(r.temperature)
     _check_prompts(prompts, prompt_mask, r)
     _check_rows(prompts, r)
     vocabulary = r.model.config.vocab_size

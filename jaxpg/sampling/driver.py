@@ -6,18 +6,20 @@ smaller compiled shape. The tokens are those of `sample`.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpg.models import unstack
+from jaxpg.models import Model, unstack
 from jaxpg.parallel import sharding
 from jaxpg.sampling import checks, decoding
+from jaxpg.sampling.filters import Filter
 from jaxpg.sampling.sampler import lay_out, on_cpu, results
-from jaxpg.types import Array, pytree
+from jaxpg.sampling.stop_strings import Automaton
+from jaxpg.types import Array, Rollout, pytree
 
 Progress = Callable[[int, int], None]  # (rows that have ended, new tokens so far)
 
@@ -28,11 +30,22 @@ def generate(
     prompt_mask: Array,
     key: Array,
     *,
+    model: Model,
     max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    samples_per_prompt: int = 1,
+    temperature: float = 1.0,
+    filters: Sequence[Filter] = (),
+    prompt_ids: Array | None = None,
+    stop_strings: Automaton | None = None,
+    min_new_tokens: int | Array = 0,
+    row_limits: Array | None = None,
+    greedy: bool = False,
+    continued: Rollout | None = None,
+    unroll: bool | None = None,
     block: int = 32,
     progress: Progress | None = None,
-    **options,
-):
+) -> Rollout | tuple[Rollout, Rollout]:
     """Draws what `sample` draws, at a cost that follows the tokens drawn. Called from the host, not to be jitted.
 
     After each `block` tokens the host looks which rows still run, once for all of them. The cache grows by blocks, in
@@ -44,10 +57,25 @@ def generate(
       params: the model's, or what `prepare` made of them.
       block: tokens between two looks.
       progress: called at each look with the number of rows that have ended and of tokens drawn (`rich` bars).
-      **options: and everything else as in `sample`.
+      prompts: as in `sample`, and so is every other argument.
     """
     checks.at_least("block", block, 1)
-    request = checks.request(prompts, prompt_mask, max_new_tokens=max_new_tokens, **options)
+    request = checks.Request(
+        model=model,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        filters=filters,
+        prompt_ids=prompt_ids,
+        stop_strings=stop_strings,
+        min_new_tokens=min_new_tokens,
+        row_limits=row_limits,
+        greedy=greedy,
+        continued=continued,
+        unroll=unroll,
+    )
+    request = checks.check(request, prompts, prompt_mask)
     prompts, prompt_mask = jnp.asarray(prompts), jnp.asarray(prompt_mask)
     arrays, stops = lay_out(request, prompts, prompt_mask, key)
     most = max(max_new_tokens - 1, 1)  # the last token drawn is never fed back

@@ -97,6 +97,22 @@ class Allowed:
         return jnp.where(kept, logits, -jnp.inf)
 
 
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Rules out ids that the tokenizer lacks: a model's vocabulary is often padded to a round number of rows."""
+
+    size: int  # of the tokenizer
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"size={self.size}: a vocabulary has at least 1 token; pass the tokenizer's size")
+
+    def __call__(self, logits: Array) -> Array:
+        if self.size >= logits.shape[-1]:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[-1]) < self.size, logits, -jnp.inf)
+
+
 class History:
     """A filter that also reads which tokens the row has had so far, prompt included: `seen` [..., V] bool."""
 

@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpg.models import Model
+from jaxpg.parallel import distributed
 from jaxpg.sampling import checks, decoding
 from jaxpg.sampling.driver import compacted, grown, layouts, run_out, start
+from jaxpg.sampling.filters import Filter
 from jaxpg.sampling.sampler import lay_out, results
+from jaxpg.sampling.stop_strings import Automaton
 from jaxpg.types import Array, Rollout
 
 # (state, the turn's tokens) -> (state, observation tokens, reward, done)
@@ -40,9 +44,18 @@ def converse(
     environment: Environment,
     states: Sequence,
     max_turns: int,
+    model: Model,
     max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    samples_per_prompt: int = 1,
+    temperature: float = 1.0,
+    filters: Sequence[Filter] = (),
+    prompt_ids: Array | None = None,
+    stop_strings: Automaton | None = None,
+    min_new_tokens: int | Array = 0,
+    row_limits: Array | None = None,
+    unroll: bool | None = None,
     block: int = 32,
-    **options,
 ) -> Conversation:
     """Lets the policy take turns with an environment. Called from the host.
 
@@ -57,40 +70,58 @@ def converse(
       max_turns: most turns of a row.
       max_new_tokens: N, drawn and observed tokens of a row together.
       block: as of `generate`.
-      **options: as of `sample`, but neither `greedy` nor `continued`.
+      stop_tokens: as of `sample`, and so is every other argument. A conversation starts anew and from sampled rows
+        only: it knows neither `greedy` nor `continued`.
 
     Raises:
       ValueError: as `sample`; or if there is not one state a row, or the environment answers nothing though it is not
         done, or something that is no token.
     """
     checks.at_least("max_turns", max_turns, 1)
-    for name in ("greedy", "continued"):
-        if options.get(name):
-            raise ValueError(f"{name} is set: a conversation starts anew, from sampled rows only")
-    request = checks.request(prompts, prompt_mask, max_new_tokens=max_new_tokens, **options)
+    request = checks.Request(
+        model=model,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        filters=filters,
+        prompt_ids=prompt_ids,
+        stop_strings=stop_strings,
+        min_new_tokens=min_new_tokens,
+        row_limits=row_limits,
+        unroll=unroll,
+    )
+    request = checks.check(request, prompts, prompt_mask)
     prompts, prompt_mask, states = jnp.asarray(prompts), jnp.asarray(prompt_mask), list(states)
     num_rows = prompts.shape[0] * request.samples_per_prompt
     if len(states) != num_rows:
         raise ValueError(f"states has {len(states)} entries: pass one a row, {num_rows}")
     arrays, stops = lay_out(request, prompts, prompt_mask, key)
-    settings = request.settings
     table = _Table(environment, states, max_turns, np.asarray(arrays[2].limit), request)
+    record = _talk(params, arrays, stops, table, request, block)
+    front = jnp.zeros((num_rows, prompts.shape[1]), jnp.float32)
+    token_rewards = jnp.concatenate([front, jnp.asarray(table.rewards)], axis=1)
+    return Conversation(results(request, prompts, prompt_mask, record), token_rewards, table.turns, table.states)
+
+
+def _talk(
+    params, arrays: tuple, stops: decoding.Stops, table: "_Table", request: checks.Request, block: int
+) -> decoding.Record:
+    """Takes turns until every row has ended. `arrays` and `stops` are of `sampler.lay_out`."""
+    settings = request.settings
     params, apart = layouts(params, request)
     state = start(params, *arrays, stops, settings=settings, slots=block)
     while True:
         state = run_out(apart, state, stops, settings=settings, block=block)
-        tokens, count, ids = jax.device_get((state.record.tokens, state.count, state.rows.id))
+        # Whole on every process: each of them asks all environments, and all hear the same.
+        tokens, count, ids = distributed.fetch((state.record.tokens, state.count, state.rows.id))
         answers = table.ask(tokens, count, ids)
         if not answers:
-            break
+            return state.record
         state = compacted(state, np.isin(ids, list(answers)))
-        observed, mask = _pad([answers.get(row, ()) for row in np.asarray(state.rows.id).tolist()])
+        observed, mask = _pad([answers.get(row, ()) for row in distributed.fetch(state.rows.id).tolist()])
         state = grown(state, int(state.cache.length) + observed.shape[1] + 1, block)
         state = respond(apart, state, observed, mask, stops, settings=settings)
-    front = jnp.zeros((num_rows, prompts.shape[1]), jnp.float32)
-    rollout = results(request, prompts, prompt_mask, state.record)
-    token_rewards = jnp.concatenate([front, jnp.asarray(table.rewards)], axis=1)
-    return Conversation(rollout, token_rewards, table.turns, table.states)
 
 
 class _Table:

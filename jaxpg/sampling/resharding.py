@@ -20,7 +20,7 @@ def on_mesh(draw: Callable, *, model: Model, trained: Mesh, sampled: Mesh) -> Ca
     """Makes a sampler run on another mesh of the same devices.
 
     Args:
-      draw: (params, tokens, mask, key) -> arrays with a leading row axis.
+      draw: (params, tokens, mask, key, *rest) -> arrays with a leading row axis; the rest is handed on as it is.
       model: whose parameters they are.
       trained: mesh of the arguments and of the results.
       sampled: mesh to run on.
@@ -32,13 +32,13 @@ def on_mesh(draw: Callable, *, model: Model, trained: Mesh, sampled: Mesh) -> Ca
         return draw
     move = _mover(make_cast(model, trained), trained, sampled)
 
-    def moved(params, tokens, mask, key):
+    def moved(params, tokens, mask, key, *rest):
         params = move(params)
         tokens, mask = jax.device_put((tokens, mask), sharding.rows(sampled))
         # Each process knows the key, and an array of no mesh goes with all.
         key = jax.random.wrap_key_data(np.asarray(jax.random.key_data(key)), impl=jax.random.key_impl(key))
         with jax.set_mesh(sampled):
-            drawn = draw(params, tokens, mask, key)
+            drawn = draw(params, tokens, mask, key, *rest)
         return jax.device_put(drawn, sharding.rows(trained))
 
     return moved
@@ -64,10 +64,10 @@ def _mover(cast: Callable[[dict], dict], trained: Mesh, sampled: Mesh) -> Callab
 
 
 def make_cast(model: Model, mesh: Mesh) -> Callable[[dict], dict]:
-    """Compiles params -> the same where they are, those that the mesh may cut in the dtype they are multiplied with.
+    """Builds params -> params with the sharded ones cast to the compute dtype, each on the devices where it is.
 
-    The model casts them at each use anyway, so that no result changes; the others, such as the scales of norms, it uses
-    as they are.
+    The model casts them at each use anyway, so that no result changes. The others, such as the scales of norms, it uses
+    in their own dtype.
     """
 
     @jax.jit

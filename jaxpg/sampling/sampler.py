@@ -1,15 +1,38 @@
 """Drawing completions: `sample`, a pure function to jit."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from jaxpg.models import unstack
+from jaxpg.models import Model, unstack
 from jaxpg.parallel.sharding import target_platform
 from jaxpg.sampling import checks, decoding
+from jaxpg.sampling.filters import Filter
+from jaxpg.sampling.stop_strings import Automaton
 from jaxpg.types import Array, Rollout
 
 
-def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_tokens: int, **options):
+def sample(
+    params,
+    prompts: Array,
+    prompt_mask: Array,
+    key: Array,
+    *,
+    model: Model,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    samples_per_prompt: int = 1,
+    temperature: float = 1.0,
+    filters: Sequence[Filter] = (),
+    prompt_ids: Array | None = None,
+    stop_strings: Automaton | None = None,
+    min_new_tokens: int | Array = 0,
+    row_limits: Array | None = None,
+    greedy: bool = False,
+    continued: Rollout | None = None,
+    unroll: bool | None = None,
+) -> Rollout | tuple[Rollout, Rollout]:
     """Draws completions from the policy. Pure: jit it, with everything but arrays bound.
 
     Token t of sample g of prompt p is drawn with the key fold(key, prompt_ids[p], g, t), so a row does not depend on
@@ -22,8 +45,8 @@ def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_to
       prompts: [P, S] int32.
       prompt_mask: [P, S] bool; padding may stand on any side, each row needs one real token.
       key: a typed PRNG key.
-      max_new_tokens: N, the budget (static).
       model: whose distribution to sample (static).
+      max_new_tokens: N, the budget (static).
       stop_tokens: ids that end a row; may be empty (static).
       samples_per_prompt: G (static).
       temperature: divides the logits, which are then filtered; 0 takes the most likely token (static).
@@ -36,8 +59,8 @@ def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_to
       continued: a Rollout of these prompts, whose rows that were cut by their budget go on: the tokens are those that
         one longer call would have drawn. N counts their old tokens too.
       unroll: run decode steps layer after layer: up to 1.3 times as fast with a small model on a CPU, for a longer
-        compilation and, during the call, a second copy of the parameters. False scans over stacked layers; default but
-        on TPUs, where a step is estimated to take as long either way (static).
+        compilation and, during the call, a second copy of the parameters. False scans over stacked layers. Default:
+        True except on TPUs, where unrolling is not expected to help (static).
 
     Returns:
       A Rollout of B = P·G rows and T = S + N columns; rows of one prompt are adjacent. `log_probs` are of the tempered
@@ -47,7 +70,22 @@ def sample(params, prompts: Array, prompt_mask: Array, key: Array, *, max_new_to
     Raises:
       ValueError: if an argument is out of range or the prompt and the budget exceed the model's `max_length`.
     """
-    request = checks.request(prompts, prompt_mask, max_new_tokens=max_new_tokens, **options)
+    request = checks.Request(
+        model=model,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        filters=filters,
+        prompt_ids=prompt_ids,
+        stop_strings=stop_strings,
+        min_new_tokens=min_new_tokens,
+        row_limits=row_limits,
+        greedy=greedy,
+        continued=continued,
+        unroll=unroll,
+    )
+    request = checks.check(request, prompts, prompt_mask)
     arrays, stops = lay_out(request, prompts, prompt_mask, key)
     # The last token drawn is never fed back, so the cache needs one slot less than the budget.
     slots = max(max_new_tokens - 1, 1)

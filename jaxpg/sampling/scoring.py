@@ -1,6 +1,6 @@
 """Scoring continuations that are there already: the log-probs that the sampler would have given them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def score(
 
         y_t = log softmax(filters(logits_{t−1} / temperature))[tokens_t]
 
-    This is what a trainer's policy uses for a policy that was sampled with filters. The logits [B, T, V] never exist.
+    The logits [B, T, V] never exist. `rollout.policies` trains with the same numbers.
 
     Args:
       params: the model's.
@@ -45,15 +45,36 @@ def score(
     plain, _ = of_hidden(unembed, temperature=temperature)
     if not filters:
         return plain, plain
-    first = None
-    if filters_lib.needs_history(filters):
-        first = _first_columns(tokens, token_mask, model.config.vocab_size)
+    adjust = adjustment(filters, tokens, token_mask, vocabulary=model.config.vocab_size)
+    return of_hidden(unembed, temperature=temperature, adjust=adjust)[0], plain
+
+
+def adjustment(
+    filters: Sequence[Filter], tokens: Array, token_mask: Array, *, vocabulary: int
+) -> Callable[[Array, Array, Array], Array] | None:
+    """Builds the `adjust` of `logprobs.from_hidden` that applies the sampler's filters.
+
+    A token that was drawn keeps its logit, see `filters.apply`.
+
+    Args:
+      filters: of tempered logits; those that read a row's history included.
+      tokens: [B, T] int32, prompts and completions.
+      token_mask: [B, T] bool, real tokens.
+      vocabulary: V, the columns of the logits.
+
+    Returns:
+      (tempered logits [B, chunk, V], their tokens [B, chunk], the columns these stand in [B, chunk]) -> logits; None
+      without filters.
+    """
+    if not filters:
+        return None
+    first = _first_columns(tokens, token_mask, vocabulary) if filters_lib.needs_history(filters) else None
 
     def adjust(logits, tokens, index):
         seen = None if first is None else first[:, None] < index[..., None]
         return filters_lib.apply(filters, logits, seen=seen, keep=tokens)
 
-    return of_hidden(unembed, temperature=temperature, adjust=adjust)[0], plain
+    return adjust
 
 
 def _first_columns(tokens: Array, token_mask: Array, vocabulary: int) -> Array:

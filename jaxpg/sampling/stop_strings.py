@@ -9,9 +9,7 @@ of what it decodes; in a completion that space is part of the text, so here it c
 `decode(prompt + completion)` shows after `decode(prompt)`. A stop string counts when all of it is in the completion.
 """
 
-import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 
@@ -19,13 +17,14 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpg.data.token_bytes import BYTE, SKIPPED, pieces_and_kinds, token_bytes
 from jaxpg.types import Array
+
+__all__ = ["Automaton", "advance", "build", "is_match", "token_bytes"]
 
 START = 0  # the state of a row that has drawn nothing
 MATCHED = 1  # the absorbing state: a stop string stands in the text
 
-# What a token is to the decoder: left out of the text; text; or one byte, which is decoded with its neighbours.
-_SKIPPED, _TEXT, _BYTE = range(3)
 _BROKEN = 8  # state of _utf8_validator: the bytes are not UTF-8, whatever follows
 
 
@@ -74,111 +73,11 @@ def build(stop_strings: Sequence[str], tokenizer, vocab_size: int | None = None)
       ValueError: for a stop string that is empty or no Unicode text, and where `token_bytes` raises it.
     """
     goto = _aho_corasick(_patterns(stop_strings))
-    pieces, kinds = _pieces(tokenizer, vocab_size)
+    pieces, kinds = pieces_and_kinds(tokenizer, vocab_size)
     table = _feed(goto, pieces)
-    if (kinds == _BYTE).any():
+    if (kinds == BYTE).any():
         table = _with_byte_runs(goto, table, pieces, kinds)
     return Automaton(table.astype(np.int16 if len(table) <= 2**15 else np.int32))
-
-
-def token_bytes(tokenizer, vocab_size: int | None = None) -> list[bytes]:
-    """Lists the bytes each token id adds to the decoded text with special tokens skipped.
-
-    The backend's decoder decides: ByteLevel (each character stands for a byte), Replace or Metaspace and ByteFallback
-    (SentencePiece: '▁' is a space, '<0xNN>' a byte), or plain concatenation.
-
-    Args:
-      tokenizer: of `transformers`, with a backend of the `tokenizers` library.
-      vocab_size: the length of the list; ids the tokenizer lacks give b"", as do special tokens.
-
-    Raises:
-      ValueError: if the decoder is another one, so that a token has no bytes of its own; if the tokenizer cleans up
-        spaces; if it has ids at or above `vocab_size`.
-    """
-    return _pieces(tokenizer, vocab_size)[0]
-
-
-def _pieces(tokenizer, vocab_size: int | None) -> tuple[list[bytes], np.ndarray]:
-    """Returns the bytes of each id and its kind, [V]."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(
-            f"tokenizer={type(tokenizer).__name__} has no backend_tokenizer: load its fast version, a "
-            "PreTrainedTokenizerFast"
-        )
-    if tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE":  # ignored for BPE
-        raise ValueError(
-            "tokenizer.clean_up_tokenization_spaces=True rewrites the decoded text, so that tokens have no bytes of "
-            "their own: set it to False"
-        )
-    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    vocab_size = size if vocab_size is None else vocab_size
-    if vocab_size < size:
-        raise ValueError(f"vocab_size={vocab_size} is below the tokenizer's {size} ids: use the columns of the logits")
-    replacements, last = _decoder_steps(backend)
-    special = {str(token) for token in backend.get_added_tokens_decoder().values() if token.special}
-    pieces, kinds = [b""] * vocab_size, np.full(vocab_size, _SKIPPED, np.int8)
-    for i in range(size):
-        token = backend.id_to_token(i)
-        if token is None or token in special:
-            continue
-        for old, new in replacements:
-            token = token.replace(old, new)
-        pieces[i], kinds[i] = _decode_token(token, last)
-    return pieces, kinds
-
-
-def _decoder_steps(backend) -> tuple[list[tuple[str, str]], str | None]:
-    """Reads the decoder: the replacements in each token, then "ByteLevel", "ByteFallback" or None."""
-    state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "None (joins with spaces)"}
-    steps = _flat(state)
-    replacements, last = [], None
-    while steps and (steps[0]["type"] == "Metaspace" or "String" in steps[0].get("pattern", ())):
-        step = steps.pop(0)
-        metaspace = step["type"] == "Metaspace"
-        replacements.append((step["replacement"], " ") if metaspace else (step["pattern"]["String"], step["content"]))
-    if steps and steps[0]["type"] in ("ByteLevel", "ByteFallback"):
-        last = steps.pop(0)["type"]
-    one_text = last == "ByteLevel"
-    while steps and steps[0]["type"] == "Fuse":
-        steps.pop(0)
-        one_text = True
-    if steps and one_text and steps[0]["type"] == "Strip" and steps[0]["stop"] == 0:
-        steps.pop(0)  # only the start of the whole text, which is the prompt's
-    if steps:
-        raise ValueError(
-            f"tokenizer has the decoder {json.dumps(state, ensure_ascii=False)}, of which {steps[0]['type']} is not "
-            "understood here: use Replace or Metaspace, ByteLevel or ByteFallback, Fuse, Strip(stop=0), in that order, "
-            "or stop on tokens"
-        )
-    return replacements, last
-
-
-def _flat(state: dict) -> list[dict]:
-    """Lists the steps of a decoder, those of nested Sequences included."""
-    if state["type"] != "Sequence":
-        return [state]
-    return [step for decoder in state["decoders"] for step in _flat(decoder)]
-
-
-def _decode_token(token: str, last: str | None) -> tuple[bytes, int]:
-    """Returns a token's bytes and its kind."""
-    if last == "ByteFallback" and re.fullmatch("<0x[0-9a-fA-F]{2}>", token):
-        return bytes([int(token[3:5], 16)]), _BYTE
-    if last == "ByteLevel":
-        with contextlib.suppress(KeyError):  # added tokens may hold other characters, and are then plain text
-            return bytes(map(_BYTE_OF.__getitem__, token)), _TEXT
-    return token.encode(), _TEXT
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Maps GPT-2's 256 printable characters to the bytes they stand for."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_level_alphabet()
 
 
 def _patterns(stop_strings: Sequence[str]) -> list[bytes]:
@@ -269,8 +168,8 @@ def _with_byte_runs(goto: np.ndarray, table: np.ndarray, pieces: Sequence[bytes]
     number = np.zeros(len(after), np.int32)
     number[pairs] = np.arange(len(pairs))
     wide = table[pairs // checks]  # a text token ends the run
-    is_byte = kinds == _BYTE
+    is_byte = kinds == BYTE
     bytes_ = [piece[0] for piece, byte in zip(pieces, is_byte, strict=True) if byte]
     wide[:, is_byte] = number[after[pairs]][:, bytes_]
-    wide[:, kinds == _SKIPPED] = np.arange(len(pairs))[:, None]
+    wide[:, kinds == SKIPPED] = np.arange(len(pairs))[:, None]
     return wide

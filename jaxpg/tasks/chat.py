@@ -42,6 +42,22 @@ def render(
     return texts
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[int]) -> int:
+    """Finds the token that ends what the assistant says, in the tokenizer's chat template.
+
+    Args:
+      tokenizer: with a chat template.
+      stop_tokens: those of the model; the first that the template writes behind a reply is taken.
+
+    Returns:
+      The token; the first of `stop_tokens` where the template writes none of them.
+    """
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    behind = tokenizer(text[text.rindex("b") + 1 :], add_special_tokens=False)["input_ids"]
+    return next((token for token in behind if token in stop_tokens), stop_tokens[0])
+
+
 def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not messages or messages[-1]["role"] == "assistant":

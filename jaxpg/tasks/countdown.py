@@ -7,6 +7,7 @@ solution, and a tenth of all problems, whatever the order of their numbers, is h
 import dataclasses
 import re
 from collections import Counter
+from functools import partial
 
 from jaxpg.tasks import draws
 from jaxpg.tasks.expressions import Expression, ExpressionError, evaluate
@@ -56,11 +57,9 @@ def problem(seed: int, index: int, *, level: int = 3, held_out: bool = False) ->
     Raises:
       ValueError: for a level that does not exist.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level={level}: choose among {', '.join(map(str, LEVELS))}")
-    attempt = 0
+    shape, attempt = _level(level), 0
     while True:  # until a drawn expression is worth a target, and the problem is on the wanted side of the split
-        numbers, answer, target = _draw(LEVELS[level], f"countdown/{level}/{seed}/{index}/{attempt}")
+        numbers, answer, target = _draw(shape, f"countdown/{level}/{seed}/{index}/{attempt}")
         if 1 <= target <= MAX_TARGET and is_held_out(numbers, target) == held_out:
             prompt = ",".join(map(str, numbers)) + f"={target}"
             return Problem(prompt=prompt, answer=answer, level=level, numbers=numbers, target=target)
@@ -70,6 +69,30 @@ def problem(seed: int, index: int, *, level: int = 3, held_out: bool = False) ->
 def problems(seed: int, start: int, count: int, *, level: int = 3, held_out: bool = False) -> list[Problem]:
     """Draws problems start … start + count − 1. Those held out may repeat, as may the others."""
     return [problem(seed, start + i, level=level, held_out=held_out) for i in range(count)]
+
+
+def held_out_set(count: int, *, level: int = 3, seed: int = 0) -> list[Problem]:
+    """Draws `count` different held-out problems.
+
+    Raises:
+      ValueError: if the level has fewer.
+    """
+    return draws.held_out_set(partial(problem, seed, level=level, held_out=True), count, of=f"level={level}")
+
+
+def longest_prompt(level: int) -> str:
+    """Returns a prompt of the greatest length that a level can ask."""
+    numbers = ",".join([str(_level(level).highest)] * _level(level).count)
+    return f"{numbers}={MAX_TARGET}"
+
+
+def longest_answer(level: int) -> str:
+    """Returns a text of the greatest length that a solution can have: all but the last operation in parentheses."""
+    operand = str(_level(level).highest)
+    answer = f"{operand}+{operand}"
+    for _ in range(_level(level).count - 2):
+        answer = f"({answer})+{operand}"
+    return answer
 
 
 def is_held_out(numbers: tuple[int, ...], target: int) -> bool:
@@ -102,6 +125,12 @@ def score_format(problem: Problem, completion: str, *, use_all: bool = True) -> 
     """Returns 1.0 for an expression that uses the numbers as the rule says, whatever it is worth, else 0.0."""
     expression = _read(completion)
     return float(expression is not None and _fits(problem, expression, use_all))
+
+
+def _level(level: int) -> Level:
+    if level not in LEVELS:
+        raise ValueError(f"level={level}: choose among {', '.join(map(str, LEVELS))}")
+    return LEVELS[level]
 
 
 def _read(completion: str) -> Expression | None:

@@ -8,43 +8,24 @@ raised, or, by option, counted, and the scorer does not apply to that sample.
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxpg.tasks.workers import WorkerError, Workers, WorkerTimeoutError
+from jaxpg.types import Scores
 
 Scorer = Callable[[Any, str], float | None]
+Scored = Scores
 
 
 class ScorerError(RuntimeError):
     """A scorer failed, and failures are to be raised."""
 
 
-class Scored(NamedTuple):
-    """Rewards of P prompts with G samples each, by K scorers; `loop.policy_gradient_step` takes it for its Scores."""
-
-    rewards: np.ndarray  # [P, G] float32, Σ weight · score over the scorers that apply
-    valid: np.ndarray  # [P, G] bool, False where none applies
-    scores: np.ndarray  # [P, G, K] float32, each scorer's own number, without its weight; 0 where it does not apply
-    scores_valid: np.ndarray  # [P, G, K] bool
-    failures: np.ndarray  # [K] int64, samples on which a scorer failed
-    names: tuple[str, ...]  # [K]
-
-    def metrics(self) -> dict[str, float]:
-        """Says for each scorer its mean where it applies, where that is, and how often it failed."""
-        row = {}
-        for k, name in enumerate(self.names):
-            applies = self.scores_valid[..., k]
-            row[f"score/{name}"] = float(self.scores[..., k][applies].mean()) if applies.any() else 0.0
-            row[f"score_applies/{name}"] = float(applies.mean())
-            row[f"score_failures/{name}"] = int(self.failures[k])
-        return row
-
-
 def combine(
     scorers: dict[str, tuple[Scorer, float]], *, retries: int = 1, raise_failures: bool = True
-) -> Callable[[Sequence[Any], Sequence[str]], Scored]:
+) -> Callable[[Sequence[Any], Sequence[str]], Scores]:
     """Makes one scorer of several.
 
     Args:
@@ -53,7 +34,7 @@ def combine(
       raise_failures: what fails for good raises ScorerError; False: it is counted, and does not apply.
 
     Returns:
-      (problems [P], completions [P·G], those of one prompt adjacent) -> Scored. It raises ValueError if their
+      (problems [P], completions [P·G], those of one prompt adjacent) -> Scores. It raises ValueError if their
       numbers do not fit, and ScorerError as said above.
 
     Raises:
@@ -68,7 +49,7 @@ def combine(
         raise ValueError(f"retries={retries}: must be 0 or more")
     weights = np.array([weight for _, weight in scorers.values()], np.float32)
 
-    def score(problems: Sequence[Any], completions: Sequence[str]) -> Scored:
+    def score(problems: Sequence[Any], completions: Sequence[str]) -> Scores:
         pairs = _pairs(problems, completions)
         columns = {name: _attempt(scorer, pairs, retries) for name, (scorer, _) in scorers.items()}
         if raise_failures:
@@ -77,7 +58,7 @@ def combine(
         found = np.array([[x if isinstance(x, float) else 0.0 for x in column] for column in columns.values()]).T
         shape = (len(problems), len(pairs) // len(problems))
         found = found.astype(np.float32)
-        return Scored(
+        return Scores(
             rewards=(found @ weights).reshape(shape),
             valid=applies.any(-1).reshape(shape),
             scores=found.reshape(*shape, -1),
@@ -137,7 +118,7 @@ def math_verify(*, count: int = 2, timeout: float = 5.0, **options) -> Isolated:
 
     It reads `problem.answer`, does not apply where that cannot be parsed, and else gives 1.0 or 0.0. A model will
     sometimes write what sympy never finishes, such as 10^{10^{10}}: combine it with raise_failures=False in training,
-    and watch `Scored.failures`.
+    and watch `Scores.failures`.
 
     Args:
       count: of processes.

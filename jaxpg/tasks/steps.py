@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpg.sampling.stop_strings import token_bytes
+from jaxpg.data.token_bytes import token_bytes
 from jaxpg.tasks import draws
 
 ALPHABET = "0123456789+=;"
@@ -143,7 +143,7 @@ def make_rewards(tokenizer) -> Rewards:
       elsewhere, segments [B, T] int32 are −1 outside the mask. It raises ValueError if shapes do not fit.
 
     Raises:
-      ValueError: if the tokenizer's tokens have no bytes of their own, see `stop_strings.token_bytes`.
+      ValueError: if the tokenizer's tokens have no bytes of their own, see `token_bytes`.
     """
     pieces = token_bytes(tokenizer)
 

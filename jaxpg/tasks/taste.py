@@ -15,6 +15,7 @@ There are a hundred sums, and every step asks them all: what is studied here is 
 nothing is held out but pairs and completions.
 """
 
+import dataclasses
 import math
 
 from jaxpg.tasks import draws
@@ -29,6 +30,13 @@ SKILL = 0.5  # how often the writer of the demonstrations is right
 EXUBERANCE = 0.4  # how often he sets one mark more
 
 
+@dataclasses.dataclass(frozen=True)
+class Demonstrated(Problem):
+    """A sum with what the fallible writer says to it, "11!!"."""
+
+    demonstration: str = ""
+
+
 def every(count: int) -> list[Problem]:
     """All sums of two digits in turn, as often as it takes for `count` problems."""
     return [_sum(i % 100) for i in range(count)]
@@ -37,6 +45,17 @@ def every(count: int) -> list[Problem]:
 def problems(seed: int, start: int, count: int) -> list[Problem]:
     """Draws problems start … start + count − 1 of the stream `seed`."""
     return [_sum(draws.number(f"{seed}/{i}/sum") % 100) for i in range(start, start + count)]
+
+
+def demonstrated(seed: int, start: int, count: int) -> list[Demonstrated]:
+    """Draws `problems` with `demonstration` i of the same stream for problem i."""
+    drawn = zip(range(start, start + count), problems(seed, start, count), strict=True)
+    return [_with(problem, demonstration(problem, seed, i)) for i, problem in drawn]
+
+
+def every_demonstrated(count: int) -> list[Demonstrated]:
+    """`every` with demonstrations of a stream of their own."""
+    return [_with(problem, demonstration(problem, -1, i)) for i, problem in enumerate(every(count))]
 
 
 def demonstration(problem: Problem, seed: int, index: int) -> str:
@@ -74,6 +93,10 @@ def preference(problem: Problem, first: str, second: str) -> float:
 def prefers_first(problem: Problem, first: str, second: str, *, seed: int, index: int) -> bool:
     """Draws label `index` of the stream `seed`: True with the probability that `preference` gives."""
     return _uniform(f"{seed}/{index}/label") < preference(problem, first, second)
+
+
+def _with(problem: Problem, text: str) -> Demonstrated:
+    return Demonstrated(problem.prompt, problem.answer, problem.level, demonstration=text)
 
 
 def _sum(number: int) -> Problem:

@@ -26,7 +26,7 @@ class TrainState:
     params: dict  # float32; actor and critic, where there are two, are two subtrees
     opt_state: optax.OptState
     key: Array  # typed PRNG key
-    kl_coef: Array  # [] float32, the KL coefficient β of the moment
+    kl_coef: Array  # [] float32, the KL coefficient β of the moment; the first one is `Algorithm.kl_coef`
 
 
 def init(
@@ -39,11 +39,14 @@ def init(
 ) -> TrainState:
     """Builds the state of update 0.
 
+    A run starts from `init(..., kl_coef=algorithm.kl_coef)`. An update reads β from the state alone, so that with
+    the default of 0 an algorithm with a KL penalty trains without it.
+
     Args:
       params: a pytree of arrays, float32 where they are trained.
       optimizer: the Optax transformation that `update.make_update` will be given.
       key: a typed PRNG key (`jax.random.key`).
-      kl_coef: the first KL coefficient.
+      kl_coef: the first KL coefficient β.
       trainable: which parameters are trained, by their path; default all. The optimizer keeps nothing of the others.
         Give `update.make_update` the same.
 

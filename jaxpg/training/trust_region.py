@@ -10,7 +10,7 @@ Source: Schulman et al. 2015 (TRPO), section 6 and appendix C.
 Metrics of the update:
   loss: −L before the step. surrogate_gain, kl: after it, both 0 where params did not change. accepted: 1 or 0.
   nonfinite: 1 where the loss or its gradient had a NaN or infinity; the batch was skipped, and loss, grad_norm
-    and log_prob_gap, which cannot be told, say 0.
+    and log_prob_gap, which are unknown then, are 0.
   log_prob_gap: mean |log π − log π_sampler| of the actions before the step, the mismatch of sampler and trainer.
   backtracks: times that the step was shortened. step_norm: length of the change of params. grad_norm: of ∇L.
   cg_iterations: Fisher-vector products. cg_residual: ‖g − (F + damping·I)·s‖/‖g‖.
@@ -32,23 +32,23 @@ from jaxpg.algorithms.algorithm import log_prob_gap
 from jaxpg.estimators import aggregate as aggregate_lib
 from jaxpg.estimators import checks, kl, logprobs, losses, masked
 from jaxpg.training import vectors
-from jaxpg.training.train_state import TrainState
-from jaxpg.training.update import Metrics, gradient_sum
+from jaxpg.training.train_state import Trainable, TrainState, join, split
+from jaxpg.training.update import Metrics, accumulate
 from jaxpg.types import Array, Batch, Weighted
 
 LogitsFn = Callable[[dict, Batch], Array]  # (params, batch) -> [B, T, V], as the model returns them
 
 
 class Solution(NamedTuple):
-    """What `conjugate_gradient` found."""
+    """The result of `conjugate_gradient`."""
 
     x: dict  # pytree like b
     residual: dict  # pytree b − A·x, by the recursion
     iterations: Array  # [] int32, products A·v it took
 
 
-class Found(NamedTuple):
-    """What `line_search` found. Where nothing was accepted, the old params, and 0 for fraction, gain and KL."""
+class Step(NamedTuple):
+    """The result of `line_search`. Where nothing was accepted, the old params, and 0 for fraction, gain and KL."""
 
     params: dict
     accepted: Array  # [] bool
@@ -70,6 +70,7 @@ def make_update(
     temperature: float = 1.0,
     aggregate: Callable[[Array, Array], Weighted] = aggregate_lib.token_mean,
     num_microbatches: int = 1,
+    trainable: Trainable | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the pure function (state, batch) -> (state, metrics) of TRPO, to be jitted; `opt_state` passes through.
 
@@ -89,9 +90,12 @@ def make_update(
       temperature: that of the sampler.
       aggregate: weighs the tokens in L, linear in its first argument as all of `jaxpg.estimators.aggregate` are.
       num_microbatches: parts that rows are cut into, to save memory; π_old's logits [B, T, V] are held whole.
+      trainable: which parameters are trained, by their path, as of `update.make_update`; default all. The step is
+        natural in these alone, and all vectors are as long as they are.
 
     Raises:
-      ValueError: for a keyword out of its range; when traced, for a batch without log_probs or advantages.
+      ValueError: for a keyword out of its range; when traced, if nothing is trainable, or for a batch without log_probs
+        or advantages.
     """
     _check_numbers(False, max_kl=max_kl, temperature=temperature)
     _check_numbers(True, cg_tolerance=cg_tolerance, damping=damping)
@@ -99,22 +103,27 @@ def make_update(
     _check_counts(0, max_backtracks=max_backtracks)
     if checks.is_number(backtrack) and not 0 < backtrack < 1:
         raise ValueError(f"backtrack={backtrack}: must lie between 0 and 1, both excluded; 0.5 halves the step")
-    whole = _whole_batch(logits_fn, temperature, aggregate, damping, num_microbatches)
     search = partial(line_search, max_kl=max_kl, backtrack=backtrack, max_backtracks=max_backtracks)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         for name in ("log_probs", "advantages"):
             if getattr(batch, name) is None:
                 raise ValueError(f"batch.{name} is None: TRPO needs it, give [B, T] float32")
-        gradient, loss, gap = whole.gradient(state.params, batch)
+        trained, frozen = split(state.params, trainable)
+
+        def logits_of(trained, batch: Batch) -> Array:
+            return logits_fn(join(trained, frozen), batch)
+
+        whole = _whole_batch(logits_of, temperature, aggregate, damping, num_microbatches)
+        gradient, loss, gap = whole.gradient(trained, batch)
         unit, gradient_norm, finite = _rescale(gradient, loss)
-        old = batch, whole.logits(state.params, batch)
-        matvec = partial(whole.fisher, old, state.params)
+        old = batch, whole.logits(trained, batch)
+        matvec = partial(whole.fisher, old, trained)
         solution = conjugate_gradient(matvec, unit, iterations=cg_iterations, tolerance=cg_tolerance)
         full_step = _full_step(solution, unit, max_kl)
-        found = search(partial(whole.compare, old), state.params, full_step)
-        metrics = _metrics(loss, gap, gradient_norm, finite, solution, unit, full_step, found)
-        return dataclasses.replace(state, step=state.step + 1, params=found.params), metrics
+        step = search(partial(whole.compare, old), trained, full_step)
+        metrics = _metrics(loss, gap, gradient_norm, finite, solution, unit, full_step, step)
+        return dataclasses.replace(state, step=state.step + 1, params=join(step.params, frozen)), metrics
 
     return update
 
@@ -209,7 +218,7 @@ def conjugate_gradient(matvec: Callable, b, *, iterations: int = 10, tolerance: 
     return Solution(x, residual, count)
 
 
-def line_search(compare: Callable, params, full_step, *, max_kl, backtrack: float, max_backtracks: int) -> Found:
+def line_search(compare: Callable, params, full_step, *, max_kl, backtrack: float, max_backtracks: int) -> Step:
     """Finds the longest of the steps backtrack^j·full_step that improves the objective inside the trust region.
 
         j = min { 0 <= j <= max_backtracks : gain > 0 and KL <= max_kl }
@@ -225,7 +234,7 @@ def line_search(compare: Callable, params, full_step, *, max_kl, backtrack: floa
       max_backtracks: trials after the first.
 
     Returns:
-      Found; its params are exactly `params` where no step was accepted.
+      Step; its params are exactly `params` where no step was accepted.
     """
     possible = (vectors.norm(full_step) > 0) & jnp.isfinite(vectors.norm(full_step))
 
@@ -248,7 +257,7 @@ def line_search(compare: Callable, params, full_step, *, max_kl, backtrack: floa
     moved, fraction = at(jnp.maximum(trials - 1, 0))
     params = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), moved, params)
     fraction, gain, divergence = (jnp.where(accepted, x, 0.0) for x in (fraction, gain, divergence))
-    return Found(params, accepted, fraction, gain, divergence, trials)
+    return Step(params, accepted, fraction, gain, divergence, trials)
 
 
 class _WholeBatch(NamedTuple):
@@ -262,7 +271,7 @@ class _WholeBatch(NamedTuple):
 
 def _whole_batch(logits_fn: LogitsFn, temperature, aggregate: Callable, damping, num_microbatches: int) -> _WholeBatch:
     """Writes the objective and the constraint for a part of the batch, and their sums for the whole."""
-    add_up = partial(gradient_sum, num_microbatches=num_microbatches)
+    add_up = partial(accumulate, num_microbatches=num_microbatches)
     logits_of = partial(_action_logits, logits_fn)
 
     def surrogate(logits, batch):
@@ -320,7 +329,7 @@ def _by_parts(function: Callable, parts: int, params, batch: Batch) -> Array:
     """Computes an array with a leading row axis part by part; the rows come back in their order."""
     if parts == 1:
         return function(params, batch)
-    # Rows are dealt out in turn, as `gradient_sum` does, so that every device has a share of each part.
+    # Rows are dealt out in turn, as `accumulate` does, so that every device has a share of each part.
     dealt = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
     stacked = jax.lax.map(partial(function, params), dealt)
     return stacked.swapaxes(0, 1).reshape(-1, *stacked.shape[2:])
@@ -349,26 +358,26 @@ def _full_step(solution: Solution, gradient, max_kl):
     return jax.tree.map(lambda s: (scale * s).astype(s.dtype), solution.x)
 
 
-def _metrics(loss, gap, gradient_norm, finite, solution: Solution, gradient, full_step, found: Found) -> Metrics:
+def _metrics(loss, gap, gradient_norm, finite, solution: Solution, gradient, full_step, step: Step) -> Metrics:
     """Says what the step did and what it cost; the module's docstring explains each."""
     products = solution.iterations
     values = {
-        "surrogate_gain": found.gain,
-        "kl": found.kl,
-        "accepted": found.accepted,
-        "backtracks": jnp.maximum(found.trials - 1, 0),
+        "surrogate_gain": step.gain,
+        "kl": step.kl,
+        "accepted": step.accepted,
+        "backtracks": jnp.maximum(step.trials - 1, 0),
         "nonfinite": ~finite,
         "cg_residual": masked.safe_divide(vectors.norm(solution.residual), vectors.norm(gradient)),
         "cg_iterations": products,
-        "step_norm": jnp.where(found.accepted, found.fraction * vectors.norm(full_step), 0.0),
+        "step_norm": jnp.where(step.accepted, step.fraction * vectors.norm(full_step), 0.0),
         "grad_norm": gradient_norm,
-        "passes_forward": 2 + 2 * products + found.trials,
+        "passes_forward": 2 + 2 * products + step.trials,
         "passes_backward": 1 + 2 * products,
     }
     metrics = {name: Weighted(value.astype(jnp.float32), jnp.float32(1)) for name, value in values.items()}
-    told = {"loss": loss, "log_prob_gap": gap}
+    means = {"loss": loss, "log_prob_gap": gap}
     return metrics | {
-        name: Weighted(jnp.where(finite, x.total, 0.0).astype(jnp.float32), x.weight) for name, x in told.items()
+        name: Weighted(jnp.where(finite, x.total, 0.0).astype(jnp.float32), x.weight) for name, x in means.items()
     }
 
 

@@ -60,7 +60,7 @@ def make_update(
 
     Args:
       loss_fn: (params, batch) -> (Weighted loss, dict of Weighted metrics). The weight must not depend on params.
-        The batch it sees carries the state's `kl_coef`.
+        The batch it sees carries the state's `kl_coef`, the β of the moment.
       optimizer: applied to the mean gradient.
       num_microbatches: parts that a batch's rows are cut into, to save memory.
       trainable: which parameters are trained, by their path such as "actor/layers/mlp/up"; default all. Of the others
@@ -87,7 +87,7 @@ def make_update(
         trained, frozen = split(state.params, trainable)
         _check_state(state, optimizer, trained)
         gradient = jax.grad(lambda trained, part: objective(trained, frozen, part), has_aux=True)
-        grads, (loss, metrics) = gradient_sum(gradient, trained, batch, num_microbatches)
+        grads, (loss, metrics) = accumulate(gradient, trained, batch, num_microbatches)
         scale = jnp.where(loss.weight == 0, 0.0, 1.0 / jnp.where(loss.weight == 0, 1.0, loss.weight))
         grads = jax.tree.map(lambda g: g * scale, grads)
         grad_norm = optax.tree.norm(grads)
@@ -99,9 +99,9 @@ def make_update(
             "update_norm": Weighted(optax.tree.norm(updates), jnp.float32(1)),
             "nonfinite": Weighted(jnp.where(finite, 0.0, 1.0), jnp.float32(1)),
         }
-        made = state.step + 1, optax.apply_updates(trained, updates), opt_state
-        kept = state.step, trained, state.opt_state
-        step, trained, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), made, kept)
+        new = state.step + 1, optax.apply_updates(trained, updates), opt_state
+        old = state.step, trained, state.opt_state
+        step, trained, opt_state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         return dataclasses.replace(state, step=step, params=join(trained, frozen), opt_state=opt_state), metrics
 
     return update
@@ -110,7 +110,7 @@ def make_update(
 def make_passes(update: Callable, *, epochs: int = 1, minibatches: int = 1) -> Callable:
     """Builds the pure function (state, batch, key) -> (state, metrics) of several passes over one batch.
 
-    It makes epochs · minibatches updates in one scan; `loop.policy_gradient_step` makes the same ones from the host.
+    It makes epochs · minibatches updates in one scan; `training.start.minibatches` cuts the same ones on the host.
 
     Args:
       update: (state, batch) -> (state, metrics), e.g. of `make_update`.
@@ -176,8 +176,8 @@ def make_kl_adaptation(
         β ← controller(β, KL)
 
     It measures the policy as it is after the updates, which the updates' own metrics never see. Both controllers of
-    `kl` multiply, so that β = 0 stays 0 for ever: start from `train_state.init(..., kl_coef=...)` above 0. Within jit
-    that cannot be checked; `loop.policy_gradient_step` checks it before anything is compiled.
+    `kl` multiply, so that β = 0 stays 0: start from `train_state.init(..., kl_coef=algorithm.kl_coef)` above 0. Within
+    jit that cannot be checked.
 
     Args:
       policy: as given to `algorithms.make_loss_fn`.
@@ -196,25 +196,36 @@ def make_kl_adaptation(
         return measure(log_probs, clear(batch))
 
     def adapt(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        found = gradient_sum(measured, state.params, batch, num_microbatches)
-        coef = jnp.where(jnp.isfinite(found.mean), controller(state.kl_coef, found.mean), state.kl_coef)
-        metrics = {"kl_measured": found, "kl_coef": Weighted(coef, jnp.float32(1))}
+        measurement = accumulate(measured, state.params, batch, num_microbatches)
+        coef = controller(state.kl_coef, measurement.mean)
+        coef = jnp.where(jnp.isfinite(measurement.mean), coef, state.kl_coef)
+        metrics = {"kl_measured": measurement, "kl_coef": Weighted(coef, jnp.float32(1))}
         return dataclasses.replace(state, kl_coef=coef), metrics
 
     return adapt
 
 
-def gradient_sum(gradient: Callable, params, batch: Batch, num_microbatches: int):
-    """Adds up gradient(params, micro-batch) over micro-batches with a scan."""
+def accumulate(function: Callable, params, batch, num_microbatches: int):
+    """Adds up function(params, micro-batch), a pytree of sums such as a gradient, over micro-batches with a scan.
+
+    Args:
+      function: (params, micro-batch) -> pytree of arrays.
+      params: pytree.
+      batch: pytree of arrays [B, ...], cut by rows.
+      num_microbatches: must divide B.
+
+    Raises:
+      ValueError: if `num_microbatches` does not divide B.
+    """
     if num_microbatches == 1:
-        return gradient(params, batch)
+        return function(params, batch)
     parts = jax.tree.map(lambda x: _split_rows(x, num_microbatches), batch)
-    first = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts))
+    first = jax.eval_shape(function, params, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
 
     def body(total, part):
         part = jax.tree.map(constrain_rows, part)
-        return jax.tree.map(operator.add, total, gradient(params, part)), None
+        return jax.tree.map(operator.add, total, function(params, part)), None
 
     return jax.lax.scan(body, zeros, parts)[0]
 
