@@ -30,7 +30,7 @@ class Config(recipe.Config):
     """Options of the quickstart."""
 
     algorithm: Literal["reinforce", "rloo", "grpo", "dr_grpo", "ppo_critic_free"] = "grpo"
-    rl_steps: NonNegative = 650
+    rl_steps: NonNegative = 300
 
 
 def train(r: recipe.Recipe) -> None:

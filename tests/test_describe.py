@@ -44,3 +44,11 @@ def test_what_has_no_score_counts_in_no_mean():
     row = describe(prompts(2), rollout, scores)
     assert row["reward"] == 4.0 and row["reward_std"] == 0.0
     assert row["scored"] == 0.5 and row["scorer_failures"] == 1 and row["zero_variance_groups"] == 1.0
+
+
+def test_what_an_update_does_not_tell_is_left_out_and_single_samples_make_no_groups():
+    """A custom update may tell nothing at all."""
+    row = {"scored": 1.0, "cut_completions": 0.5, "completion_length": 3.0, "zero_variance_groups": 1.0}
+    (only,) = report.in_words([row], group_size=1)
+    assert only.startswith("50.0% of the completions were cut")
+    assert "In 100% of the groups" in " ".join(report.in_words([row], group_size=2))

@@ -70,6 +70,32 @@ def test_a_recipe_trains_on_a_mesh_of_eight_devices(path, tmp_path):
     assert {found.name for found in (tmp_path / "run").iterdir()} == left
 
 
+@pytest.mark.exhaustive  # test_quickstart resumes GRPO at odd moments, and test_run any loop
+@pytest.mark.parametrize("name", ["ppo_penalty", "trpo", "dapo", "remax"])
+def test_a_recipe_resumes_to_the_bit(name, tmp_path):
+    """Critics, two optimizers, a coefficient that moves, groups that are refilled, a greedy row."""
+    module = load(EXPERIMENTS / "ladder" / f"{name}.py")
+
+    def execute(folder, **options):
+        config = module.Config(smoke=True, scorers=two_or_more(name), checkpoint_every=1, run_dir=folder, **options)
+        recipe.execute(recipe.prepare(config, name=name), train=module.train)
+
+    def told(folder):
+        rows = read_jsonl(folder / "metrics.jsonl")
+        return [{key: x for key, x in row.items() if not key.startswith("seconds")} for row in rows]
+
+    def saved(folder):
+        (record,) = (folder / "checkpoints" / "rl" / "2" / "record").glob("metadata*")
+        return json.loads(record.read_text())["fingerprints"]
+
+    execute(tmp_path / "whole")
+    execute(tmp_path / "stopped", stop_after=3)  # two steps of the warm-up, and one of the reinforcement learning
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    execute(tmp_path / "stopped", resume=True)
+    assert told(tmp_path / "stopped") == told(tmp_path / "whole")
+    assert saved(tmp_path / "stopped") == saved(tmp_path / "whole")
+
+
 def assert_trained(folder):
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["phase"] == "rl"]
     assert len(rows) == 2 and all(np.isfinite(row["loss"]) for row in rows)

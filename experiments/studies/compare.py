@@ -33,6 +33,7 @@ from rich.console import Console
 
 from jaxpg import recipe
 from jaxpg.parallel import distributed
+from jaxpg.rollout import evaluate
 from jaxpg.run import cli, ranges, read, report
 from jaxpg.run.ranges import NonNegative, Positive, PositiveFloat, Share
 
@@ -56,6 +57,8 @@ class Config(distributed.Options):
     levels: tuple[int, ...] | None = None  # difficulties in turn; default 2 3 4, or 2 with --model
     warmup_accuracy: Share = 0.25  # where the warm-up of the small model ends
     spare: NonNegative = 4  # tokens that a completion of the small model may have beyond the longest right one
+    temperature: PositiveFloat = 1.0
+    rl_learning_rate: PositiveFloat | None = None  # default that of each rung
     lora_rank: NonNegative = 0
     run_dir: Path = Path("runs/compare")
     smoke: bool = False  # a few small steps, to see that everything runs
@@ -93,7 +96,8 @@ def load(rung: str) -> ModuleType:
 def options(config: Config, rung: str, seed: int) -> recipe.Config:
     """The options of one run."""
     first = folder(config, config.rungs[0], seed)
-    shared = {name: getattr(config, name) for name in ("task", "levels", "model", "lora_rank", "batch_size", "smoke")}
+    names = ("task", "levels", "model", "lora_rank", "temperature", "rl_learning_rate", "batch_size", "smoke")
+    shared = {name: getattr(config, name) for name in names}
     if config.model is None:
         shared |= {"spare": config.spare, "warmup_accuracy": config.warmup_accuracy}
         shared["warm_start"] = None if rung == config.rungs[0] else first
@@ -167,13 +171,15 @@ def compare(config: Config) -> None:
         "before",
         "after",
         "gain by seed",
+        "after, 95 %",
         "in standard errors",
         "seconds",
         "length, right",
         "length, wrong",
     )
     console = Console(quiet=not distributed.is_primary())
-    console.print(report.table(f"{config.samples:,} samples, {len(config.seeds)} seeds", columns, rows))
+    budget = f"{config.samples:,} samples" if config.seconds is None else f"{config.seconds:.0f} seconds"
+    console.print(report.table(f"{budget}, {len(config.seeds)} seeds", columns, rows))
 
 
 def line(config: Config, rung: str, runs: list[dict]) -> tuple[str, ...]:
@@ -182,7 +188,10 @@ def line(config: Config, rung: str, runs: list[dict]) -> tuple[str, ...]:
     lengths = [np.mean([run[f"completion_length_{kind}"][-1] for run in runs]) for kind in ("better", "worse")]
     folders = [folder(config, rung, seed) for seed in config.seeds]
     gains, errors = read.gains(folders, "accuracy"), read.standard_errors(folders)
-    return *gains, f"{errors:.1f}", f"{seconds:.0f}", *(f"{length:.2f}" for length in lengths)
+    told = [(read.summary(path)["accuracy_after"], read.config(path)["held_out"]) for path in folders]
+    low, high = evaluate.interval(float(np.mean([p for p, _ in told])), sum(n for _, n in told))
+    rest = (f"{low:.3f} to {high:.3f}", f"{errors:.1f}", f"{seconds:.0f}")
+    return *gains, *rest, *(f"{length:.2f}" for length in lengths)
 
 
 if __name__ == "__main__":

@@ -102,5 +102,5 @@ def _print(r: Recipe, summary: dict[str, Any], held_out: dict[str, float], rl: S
         for i, p in zip(shown, problems, strict=True)
     ]
     console.print(report.table("Held-out problems", ("prompt", "before", "after", "answer"), rows))
-    for sentence in report.in_words(rl) if rl else []:
+    for sentence in report.in_words(rl, group_size=r.config.group_size) if rl else []:
         console.print(f"• {sentence}")

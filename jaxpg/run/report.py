@@ -61,24 +61,38 @@ def shorten(text: str, most: int = 300) -> str:
     return text if len(text) <= most else "…" + text[-most:]
 
 
-def in_words(rows: Sequence[dict]) -> list[str]:
-    """Says what people ask about the numbers of a policy-gradient run: rows of `rollout.describe` and of an update."""
+def in_words(rows: Sequence[dict], *, group_size: int | None = None) -> list[str]:
+    """Says what people ask about the numbers of a policy-gradient run: rows of `rollout.describe` and of an update.
+
+    Args:
+      rows: one a step. What an update does not tell is left out.
+      group_size: samples a prompt; with 1, nothing is said of groups.
+    """
 
     def mean(name: str) -> float:
         return sum(row[name] for row in rows) / len(rows)
 
-    first, last = rows[0], rows[-1]
-    said = [
-        f"The loss was {mean('loss'):.4f} on average. On policy its value is minus the mean advantage, 0 where "
-        "advantages are centred, whatever the gradient is: watch the reward, not the loss.",
-        f"In {mean('zero_variance_groups'):.0%} of the groups all samples had the same reward "
-        f"({last['zero_variance_groups']:.0%} in the last step): a comparison within the group learns nothing there.",
+    first, last, said = rows[0], rows[-1], []
+    if "loss" in first:
+        said.append(
+            f"The loss was {mean('loss'):.4f} on average. On policy its value is minus the mean advantage, 0 where "
+            "advantages are centered, whatever the gradient is: watch the reward, not the loss."
+        )
+    if group_size != 1:
+        said.append(
+            f"In {mean('zero_variance_groups'):.0%} of the groups all samples had the same reward "
+            f"({last['zero_variance_groups']:.0%} in the last step): comparing them teaches nothing."
+        )
+    said.append(
         f"{mean('cut_completions'):.1%} of the completions were cut by the budget of new tokens "
         f"({last['cut_completions']:.1%} in the last step); their mean length went from "
-        f"{first['completion_length']:.1f} to {last['completion_length']:.1f} tokens.",
-        f"Before the first update of a rollout, log-probs of sampler and trainer differed by "
-        f"{mean('log_prob_gap'):.1e} a token.",
-    ]
+        f"{first['completion_length']:.1f} to {last['completion_length']:.1f} tokens."
+    )
+    if "log_prob_gap" in first:
+        said.append(
+            "Before the first update of a rollout, log-probs of sampler and trainer differed by "
+            f"{mean('log_prob_gap'):.1e} a token."
+        )
     if any(row["scored"] < 1 for row in rows):
         failed = sum(row["scorer_failures"] for row in rows)
         said.append(
