@@ -19,7 +19,7 @@ from jaxpg.types import Array
 ACTIVATION = {"silu": nn.silu, "gelu_tanh": lambda x: nn.gelu(x, approximate=True)}
 
 
-class Place(NamedTuple):
+class TokenContext(NamedTuple):
     """Where the tokens of a call stand; the same for every layer."""
 
     positions: Array  # [B, N] int32, counting real tokens
@@ -60,11 +60,11 @@ def back(config: Config, inputs: int):
 
 
 def transposed(*names: str) -> str:
-    """The name of projections of the same input stored as one [out, in], see `few_rows`."""
+    """The name of projections of the same input stored as one [out, in], see `skinny_matmul`."""
     return "_".join((*names, "transposed"))
 
 
-def few_rows(
+def skinny_matmul(
     x: Array, kernel: Array, inputs: int = 1, *, dtype=None, sizes: Sequence[int] | None = None
 ) -> list[Array]:
     """x·Wᵀ for a kernel [out, in], contracting the last axes of x, as (W·xᵀ)ᵀ, in parts of these sizes.
@@ -106,7 +106,7 @@ class Layer(nn.Module):
         """
         if self.has_variable("params", transposed(*names)):
             kernel = self.get_variable("params", transposed(*names)).astype(self.config.dtype)
-            parts = few_rows(x, kernel, inputs, sizes=[math.prod(shape[inputs:]) for shape in shapes])
+            parts = skinny_matmul(x, kernel, inputs, sizes=[math.prod(shape[inputs:]) for shape in shapes])
             outs = [part.reshape(*part.shape[:-1], *shape[inputs:]) for part, shape in zip(parts, shapes, strict=True)]
         else:
             kernels = [self.param(name, init, shape) for name, shape in zip(names, shapes, strict=True)]
@@ -128,7 +128,7 @@ class Attention(Layer):
     """Grouped-query attention with rotary positions (Ainslie 2023)."""
 
     @nn.compact
-    def __call__(self, x: Array, place: Place, past: Sequence[tuple[Array, Array]], is_local: Array):
+    def __call__(self, x: Array, place: TokenContext, past: Sequence[tuple[Array, Array]], is_local: Array):
         c = self.config
         shape, kv_shape = (c.hidden_size, c.num_heads, c.head_dim), (c.hidden_size, c.num_kv_heads, c.head_dim)
         queries, keys, values = self.project(
@@ -214,7 +214,7 @@ class Block(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: Array, past: Sequence[tuple[Array, Array]], is_local: Array, place: Place):
+    def __call__(self, x: Array, past: Sequence[tuple[Array, Array]], is_local: Array, place: TokenContext):
         c, x = self.config, constrain_rows(x)
         attended, keys_values = Attention(c, name="attention")(norm(c, "attention_norm")(x), place, past, is_local)
         x = constrain_rows(x + (norm(c, "attention_post_norm")(attended) if c.post_norms else attended))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpg.models import cache as cache_lib
 from jaxpg.models.config import Config
-from jaxpg.models.layers import Block, Place, few_rows, norm, transposed
+from jaxpg.models.layers import Block, TokenContext, norm, skinny_matmul, transposed
 from jaxpg.parallel.sharding import constrain, constrain_rows
 from jaxpg.types import Array
 
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
         if not c.tie_embeddings:
             self.head = self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
 
-    def __call__(self, tokens: Array, place: Place, past=()):
+    def __call__(self, tokens: Array, place: TokenContext, past=()):
         """Returns the final hidden states [B, N, E] and the keys and values of the tokens [L, B, N, K, D]."""
         x = self.embed(tokens)
         x, keys_values = self.layers(x, past, jnp.asarray(self.config.locality), place)
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         c = self.config
         if self.has_variable("params", transposed("head")):
             table = self.get_variable("params", transposed("head")).astype(c.dtype)
-            (logits,) = few_rows(hidden, table, dtype=jnp.float32)
+            (logits,) = skinny_matmul(hidden, table, dtype=jnp.float32)
         else:
             table = (self.embedding if c.tie_embeddings else self.head).astype(c.dtype)
             # Whole features: over tensor the logits are cut along the vocabulary, and not added up. Gathered over fsdp,
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
         return logits if c.final_softcap is None else c.final_softcap * jnp.tanh(logits / c.final_softcap)
 
     def init_all(self, tokens: Array) -> Array:
-        return self.unembed(self(tokens, Place(jnp.zeros_like(tokens), jnp.ones_like(tokens, bool)))[0])
+        return self.unembed(self(tokens, TokenContext(jnp.zeros_like(tokens), jnp.ones_like(tokens, bool)))[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +154,12 @@ class Model:
         if isinstance(params["layers"], tuple):
             # Each layer writes before it reads: a loop whose steps read the old cache would copy it on a CPU.
             masks, places = (cache.prompt_mask, cache.mask), (shared, cache.positions)
-            place = Place(positions, token_mask, masks, places, slot=before.length)
+            place = TokenContext(positions, token_mask, masks, places, slot=before.length)
             hidden, (keys, values) = self._unrolled(params, tokens, place, past)
         else:
             # What a scan writes it copies, each layer's cache out and back: all layers are written together after it.
             masks, places = (cache.prompt_mask, before.mask, token_mask), (shared, before.positions, positions)
-            hidden, new = self._scanned(params, tokens, Place(positions, token_mask, masks, places), past)
+            hidden, new = self._scanned(params, tokens, TokenContext(positions, token_mask, masks, places), past)
             keys, values = cache_lib.write(cache.keys, cache.values, *new, before.length)
         return hidden, dataclasses.replace(cache, keys=keys, values=values)
 
@@ -180,13 +180,13 @@ class Model:
         return self.unembed(params, hidden[:, 0]), cache
 
     def _forward(self, params, tokens: Array, token_mask: Array, documents: Array | None = None):
-        place = Place(count(token_mask, documents), token_mask, documents=documents)
+        place = TokenContext(count(token_mask, documents), token_mask, documents=documents)
         return self._scanned(params, tokens, place)
 
-    def _scanned(self, params, tokens: Array, place: Place, past=()):
+    def _scanned(self, params, tokens: Array, place: TokenContext, past=()):
         return self._module.apply(_variables(params), tokens, place, past)
 
-    def _unrolled(self, params, tokens: Array, place: Place, past):
+    def _unrolled(self, params, tokens: Array, place: TokenContext, past):
         """Layer after layer. In a loop over steps on a CPU, a scan would copy each layer's weights before use."""
         c, outside = self.config, {name: value for name, value in params.items() if name not in ("layers", "lora")}
         x = self._module.apply({"params": outside}, tokens, method="embed")
@@ -217,7 +217,7 @@ def unstack(params: dict, *, transpose: bool = False) -> dict:
     Args:
       params: from `init`.
       transpose: store projections [out, in], those of the same input as one, which is faster on CPUs
-        (`layers.few_rows`).
+        (`layers.skinny_matmul`).
     """
     taken = params | {"layers": _split(params["layers"], transpose)}
     if "lora" in params:
